@@ -27,7 +27,7 @@ _HOME_OF = {
     "Timeline": "gpp_plugin.ir.timeline",
     "GppError": "gpp_plugin.errors",
     "StageGraph": "gpp_plugin.model.graph.stage_graph",
-    "StageContext": "gpp_plugin.model.graph.stage_context",
+    "StageContext": "gpp_plugin.model.graph.stage_graph",
     "BasePatternRule": "gpp_plugin.collage.patterns",
     "add_backend": "gpp_plugin.collage.candidates",
     "add_backend_pattern": "gpp_plugin.collage.candidates",

@@ -26,6 +26,10 @@ class Plain(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.begin()
+
+    def begin(self) -> None:
+        """Make what forwards keep."""
 
     def loss(self, hidden: Tensor, y: Tensor) -> Tensor:
         return (self.second(torch.tanh(hidden)) - y).square().mean()
@@ -37,8 +41,7 @@ class Plain(nn.Module):
 class Centre(Plain):
     """DINO's centre: a buffer that is assigned."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.register_buffer("centre", torch.zeros(WIDTH))
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -51,8 +54,7 @@ class Centre(Plain):
 class Counter(Plain):
     """A number that grows, and its value before that."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.calls, self.scale = 0, 1.5
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -65,8 +67,7 @@ class Counter(Plain):
 class Annealed(Plain):
     """Warm-up and annealing inside the forward, in Python's numbers."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.calls = 3
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -78,8 +79,7 @@ class Annealed(Plain):
 class Hidden(Plain):
     """Truncated backpropagation through time: nothing before the first call, then what the last one ended with."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.hidden: Tensor | None = None
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -93,8 +93,7 @@ class Hidden(Plain):
 class Moments(Plain):
     """A dict of running moments."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.moments: dict[str, Any] = {"mean": torch.zeros(WIDTH), "square": torch.ones(WIDTH), "count": 0}
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -106,25 +105,10 @@ class Moments(Plain):
         return {"loss": self.loss((hidden - mean) / square.sqrt(), y)}
 
 
-class Queue(Plain):
-    """The last keys, in a buffer that is assigned."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("keys", torch.linspace(-1, 1, 8 * WIDTH).reshape(8, WIDTH))
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        hidden = self.first(x)
-        against = (hidden @ self.keys.T).logsumexp(1).mean()
-        self.keys = torch.cat([hidden.detach(), self.keys])[: len(self.keys)]
-        return {"loss": self.loss(hidden, y) + 0.1 * against}
-
-
 class Momentum(Plain):
     """A momentum encoder, whose weights are put in place of the old ones."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.teacher = nn.Linear(WIDTH, WIDTH)
         self.teacher.load_state_dict(self.first.state_dict())
         self.teacher.requires_grad_(False)
@@ -141,8 +125,7 @@ class Momentum(Plain):
 class Codebook(Plain):
     """A codebook of moving averages, written in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.register_buffer("codes", torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH))
         self.register_buffer("sizes", torch.ones(4))
 
@@ -161,8 +144,7 @@ class Codebook(Plain):
 class Spectral(Plain):
     """A parametrisation that keeps the vectors of a power iteration."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         parametrizations.spectral_norm(self.first)
 
 
@@ -181,8 +163,7 @@ class Alternating(nn.Module):
 class Branching(Plain):
     """A module that no trace follows, with a number of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.turn = Alternating()
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -192,8 +173,8 @@ class Branching(Plain):
 class Everything(Branching):
     """A centre, a momentum encoder, what the last call ended with, and how many there were."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        super().begin()
         self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.register_buffer("centre", torch.zeros(WIDTH))
         self.calls, self.hidden = 0, None
@@ -225,8 +206,7 @@ class Stashing(Plain):
 class Growing(Plain):
     """A list that each call makes longer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.seen: deque[Tensor] = deque(maxlen=3)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -237,8 +217,7 @@ class Growing(Plain):
 class FirstBatch(Plain):
     """Scales by what the first batch was, for ever."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.scale: Tensor | None = None
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -259,8 +238,7 @@ class Thawing(Plain):
 class Listed(Plain):
     """A mean teacher in a list, so that it is no submodule."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.teachers: Any = [nn.Linear(WIDTH, WIDTH).requires_grad_(False)]
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -273,8 +251,8 @@ class Listed(Plain):
 class Registered(Listed):
     """The same as its refusal says."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
+        super().begin()
         self.teachers = nn.ModuleList(self.teachers)
 
 
@@ -290,8 +268,7 @@ class LateTable(Plain):
 class InPlace(Plain):
     """Averages in a list that is no buffer, written in place."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.averages = [torch.zeros(WIDTH), torch.ones(WIDTH)]
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -304,8 +281,7 @@ class InPlace(Plain):
 class Clamped(Plain):
     """A scale that each forward clamps before it reads it, and a buffer that it writes before that."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.scale = nn.Parameter(torch.full((1,), 1.5))
         self.register_buffer("mean", torch.ones(WIDTH))
 
@@ -320,8 +296,7 @@ class Clamped(Plain):
 class Auxiliary(Plain):
     """A dict and a list of this forward's own: what hooks have seen, and losses."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.features: dict[str, Tensor] = {}
         self.losses: list[Tensor] = []
         self.first.register_forward_hook(lambda module, given, made: self.features.update(first=made))
@@ -336,8 +311,7 @@ class Auxiliary(Plain):
 class Ring(Plain):
     """A queue in a buffer, and the next place in it as a number."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.register_buffer("queue", torch.zeros(3, WIDTH))
         self.place = 0
 
@@ -352,8 +326,7 @@ class Ring(Plain):
 class FromFirstBatch(Plain):
     """Glow's act norm: a flag in a buffer, and parameters that the first batch sets through `.data`."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.shift = nn.Parameter(torch.zeros(WIDTH))
         self.register_buffer("is_ready", torch.tensor(False))
 
@@ -368,8 +341,7 @@ class FromFirstBatch(Plain):
 class Baseline(Plain):
     """An average of the loss that Python has as a number."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.average = 0.0
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -381,8 +353,7 @@ class Baseline(Plain):
 class WarmingUp(Plain):
     """Another loss in the first calls."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.calls = 0
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -403,8 +374,7 @@ class Slotted:
 class Helped(Plain):
     """Counts in an object of its own."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.helper = Slotted()
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -415,8 +385,7 @@ class Helped(Plain):
 class Ticking(Plain):
     """Counts by an iterator."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.ticks = itertools.count(1)
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -436,8 +405,7 @@ class OfClass(Plain):
 class Enclosed(Plain):
     """A mean teacher in the closure of a function."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.teacher_of = lambda: teacher
 
@@ -450,8 +418,7 @@ class Enclosed(Plain):
 class Overlapping(Plain):
     """Two buffers in one memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         rows = torch.zeros(2, WIDTH)
         self.register_buffer("row", rows[0])
         self.register_buffer("rows", rows)
@@ -485,8 +452,7 @@ class CountingFunction(Plain):
 class WatchedGradient(Plain):
     """Keeps the size of an activation's gradient, by a hook on that."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.register_buffer("size", torch.zeros(()))
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -511,8 +477,7 @@ class _Leaving(torch.autograd.Function):
 class LeftByBackward(Plain):
     """A custom function whose backward writes a buffer."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def begin(self) -> None:
         self.register_buffer("size", torch.zeros(()))
 
     def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
@@ -532,7 +497,6 @@ CARRIED = (
     Annealed,
     Hidden,
     Moments,
-    Queue,
     Momentum,
     Codebook,
     Spectral,

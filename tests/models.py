@@ -34,13 +34,18 @@ def _ragged_mask(num_samples: int, length: int, generator: torch.Generator) -> t
     return (torch.arange(length)[None, :] < lengths).long()
 
 
-def _clip(layers: int, dropout: float) -> Built:
-    from transformers import CLIPConfig, CLIPModel
-
-    sizes = {
+def _sizes(layers: int, dropout: float) -> dict[str, Any]:
+    """Return the sizes of an encoder or a decoder, by the keys that most configurations have."""
+    return {
         "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
         "num_hidden_layers": layers, "attention_dropout": dropout,
     }  # fmt: skip
+
+
+def _clip(layers: int, dropout: float) -> Built:
+    from transformers import CLIPConfig, CLIPModel
+
+    sizes = _sizes(layers, dropout)
     config = CLIPConfig(
         text_config={
             **sizes, "vocab_size": VOCABULARY, "max_position_embeddings": 16,
@@ -64,10 +69,7 @@ def _clip(layers: int, dropout: float) -> Built:
 def _siglip(layers: int, dropout: float) -> Built:
     from transformers import SiglipConfig, SiglipModel
 
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_hidden_layers": layers, "attention_dropout": dropout,
-    }  # fmt: skip
+    sizes = _sizes(layers, dropout)
     config = SiglipConfig(
         text_config={
             **sizes, "vocab_size": VOCABULARY, "max_position_embeddings": TEXT_LENGTH,
@@ -90,10 +92,7 @@ def _siglip(layers: int, dropout: float) -> Built:
 def _llava(layers: int, dropout: float) -> Built:
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
-        "num_hidden_layers": layers, "attention_dropout": dropout,
-    }  # fmt: skip
+    sizes = _sizes(layers, dropout)
     vision = {**sizes, "model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "num_channels": 3}
     text = {**sizes, "model_type": "llama", "num_key_value_heads": 2, "vocab_size": VOCABULARY}
     config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=63, image_token_id=63)
@@ -160,6 +159,11 @@ def _t5(layers: int, dropout: float) -> Built:
     return T5ForConditionalGeneration(config), make_batch
 
 
+def _text_batch(num_samples: int, seed: int = 0) -> Batch:
+    ids = _token_ids((num_samples, TEXT_LENGTH), _generator(seed))
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+
+
 def _gpt2(layers: int, dropout: float) -> Built:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -168,11 +172,7 @@ def _gpt2(layers: int, dropout: float) -> Built:
         resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout, bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
-    def make_batch(num_samples: int, seed: int = 0) -> Batch:
-        ids = _token_ids((num_samples, TEXT_LENGTH), _generator(seed))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-
-    return GPT2LMHeadModel(config), make_batch
+    return GPT2LMHeadModel(config), _text_batch
 
 
 def _llama(layers: int, dropout: float) -> Built:
@@ -184,12 +184,7 @@ def _llama(layers: int, dropout: float) -> Built:
         bos_token_id=1, eos_token_id=2,
     )  # fmt: skip
 
-    def make_batch(num_samples: int, seed: int = 0) -> Batch:
-        generator = _generator(seed)
-        ids = _token_ids((num_samples, TEXT_LENGTH), generator)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
-
-    return LlamaForCausalLM(config), make_batch
+    return LlamaForCausalLM(config), _text_batch
 
 
 def _bert(layers: int, dropout: float) -> Built:
@@ -237,15 +232,12 @@ class Dlrm(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels)
 
 
-def _dlrm(layers: int, dropout: float) -> Built:
-    def make_batch(num_samples: int, seed: int = 0) -> Batch:
-        generator = _generator(seed)
-        sparse = {f"sparse_{i}": torch.randint(0, 20, (num_samples,), generator=generator) for i in range(7)}
-        dense = torch.randn(num_samples, 4, generator=generator)
-        labels = torch.randint(0, 2, (num_samples,), generator=generator).to(torch.get_default_dtype())
-        return {"dense": dense, **sparse, "labels": labels}
-
-    return Dlrm(width=8), make_batch
+def _click_batch(num_samples: int, seed: int = 0) -> Batch:
+    generator = _generator(seed)
+    sparse = {f"sparse_{i}": torch.randint(0, 20, (num_samples,), generator=generator) for i in range(7)}
+    dense = torch.randn(num_samples, 4, generator=generator)
+    labels = torch.randint(0, 2, (num_samples,), generator=generator).to(torch.get_default_dtype())
+    return {"dense": dense, **sparse, "labels": labels}
 
 
 class BatchNormMlp(nn.Module):
@@ -274,10 +266,6 @@ def _class_batch(num_samples: int, seed: int = 0) -> Batch:
     }
 
 
-def _batch_norm_mlp(layers: int, dropout: float) -> Built:
-    return BatchNormMlp(layers), _class_batch
-
-
 class TwoBranch(nn.Module):
     """Two branches of unequal length that meet in an add; optionally the first one is frozen."""
 
@@ -304,14 +292,6 @@ def _two_branch_batch(num_samples: int, seed: int = 0) -> Batch:
     return {"x": batch["x"], "y": batch["x"].flip(1) * 0.5, "labels": batch["labels"]}
 
 
-def _two_branch(layers: int, dropout: float) -> Built:
-    return TwoBranch(layers, dropout), _two_branch_batch
-
-
-def _frozen_branch(layers: int, dropout: float) -> Built:
-    return TwoBranch(layers, dropout, frozen=True), _two_branch_batch
-
-
 class MultiSink(nn.Module):
     """One trunk, two heads, each with its own loss; the model's loss is their weighted sum."""
 
@@ -328,10 +308,6 @@ class MultiSink(nn.Module):
             hidden = torch.tanh(layer(hidden))
         classified = nn.functional.cross_entropy(self.classify(hidden), labels)
         return classified + 0.5 * nn.functional.mse_loss(self.regress(hidden), x)
-
-
-def _multi_sink(layers: int, dropout: float) -> Built:
-    return MultiSink(layers), _class_batch
 
 
 class SequenceFirst(nn.Module):
@@ -352,13 +328,9 @@ class SequenceFirst(nn.Module):
         return nn.functional.cross_entropy(self.head(x.mean(0)), labels)
 
 
-def _sequence_first(layers: int, dropout: float) -> Built:
-    def make_batch(num_samples: int, seed: int = 0) -> Batch:
-        batch = _class_batch(num_samples, seed)
-        x = torch.randn(num_samples, 5, 8, generator=_generator(seed))
-        return {"x": x, "labels": batch["labels"]}
-
-    return SequenceFirst(layers, dropout), make_batch
+def _sequence_batch(num_samples: int, seed: int = 0) -> Batch:
+    x = torch.randn(num_samples, 5, 8, generator=_generator(seed))
+    return {**_class_batch(num_samples, seed), "x": x}
 
 
 _BUILDERS: dict[str, Callable[..., Built]] = {
@@ -370,12 +342,12 @@ _BUILDERS: dict[str, Callable[..., Built]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "bert": _bert,
-    "dlrm": _dlrm,
-    "batch_norm_mlp": _batch_norm_mlp,
-    "two_branch": _two_branch,
-    "frozen_branch": _frozen_branch,
-    "multi_sink": _multi_sink,
-    "sequence_first": _sequence_first,
+    "dlrm": lambda layers, dropout: (Dlrm(width=8), _click_batch),
+    "batch_norm_mlp": lambda layers, dropout: (BatchNormMlp(layers), _class_batch),
+    "two_branch": lambda layers, dropout: (TwoBranch(layers, dropout), _two_branch_batch),
+    "frozen_branch": lambda layers, dropout: (TwoBranch(layers, dropout, frozen=True), _two_branch_batch),
+    "multi_sink": lambda layers, dropout: (MultiSink(layers), _class_batch),
+    "sequence_first": lambda layers, dropout: (SequenceFirst(layers, dropout), _sequence_batch),
 }
 MODELS = tuple(_BUILDERS)
 """Names that `build` knows."""

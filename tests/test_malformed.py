@@ -10,11 +10,10 @@ from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.plan_form import plan_of_envelope
+from tests.ir.test_serialize import PLAN as TWO_STAGES
 
 NAN, INF = float("nan"), float("inf")
 DEEP: Any = []
@@ -135,23 +134,7 @@ CLUSTER = {
     "devices": [{"name": "d", "count": 4, "memory_gb": 16, "tflops": {"fp32": 10}, "memory_gb_per_s": 900}],
     "links": [{"name": "in", "span": 4, "gb_per_s": 50}, {"name": "out", "gb_per_s": 10}],
 }
-STAGE = Stage(name="a", blocks=("x",), ranks=(0,), micro_batch_size=4, in_flight=2, forward_us=1.0)
-PLAN = json.loads(
-    dumps(
-        PipelinePlan(
-            model="m",
-            graph="0" * 16,
-            planner="uniform",
-            mini_batch=8,
-            loss_unit=4,
-            stages=(STAGE, Stage(name="b", blocks=("y",), ranks=(1,), micro_batch_size=4, in_flight=1)),
-            edges=(StageEdge(src=0, dst=1, batch_tensors=("h",)),),
-            tensors=(
-                TensorSpec(name="h", dtype="float32", shape=(4, 8), num_samples=4, layout=batch_layout()),
-            ),
-        )
-    )
-)
+PLAN = json.loads(dumps(TWO_STAGES))
 
 
 @pytest.mark.parametrize(("key", "value"), _named(BLOCKS))
@@ -161,16 +144,9 @@ def test_blocks(key: str, value: Any) -> None:
 
 @pytest.mark.parametrize(("path", "value"), _named(DEEPSPEED))
 def test_deepspeed_values(path: str, value: Any) -> None:
-    config = _with(BASE, path, None)
-    at: Any = config
-    *way, last = path.split(".")
-    for key in way:
-        at = at[key]
-    at[last] = value
-    _refused(
-        lambda: derive_stage_config(config, mini_batch=16, degree=1, device_type="cpu"),
-        path.split(".", maxsplit=1)[0],
-    )
+    config = _with(BASE, path, value)
+    key = path.partition(".")[0]
+    _refused(lambda: derive_stage_config(config, mini_batch=16, degree=1, device_type="cpu"), key)
 
 
 @pytest.mark.parametrize(("key", "value"), _named(SIZES))
@@ -189,16 +165,6 @@ def test_clusters(path: str, value: Any) -> None:
 def test_plans(path: str, value: Any) -> None:
     plan_of_envelope(PLAN)
     _refused(lambda: plan_of_envelope(_with(PLAN, f"value.{path}", value)), "")
-
-
-def test_counts(tell: Callable[[object], None]) -> None:
-    counts = {
-        "blocks": len(BLOCKS),
-        "DeepSpeed": len(DEEPSPEED),
-        "batch sizes": len(SIZES),
-        "clusters": len(CLUSTERS),
-    }
-    tell(f"malformed: {sum(counts.values()) + len(PLANS)}, {counts}, plans {len(PLANS)}")
 
 
 def test_too_many_devices() -> None:

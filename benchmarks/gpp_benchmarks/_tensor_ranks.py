@@ -21,8 +21,7 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
 from gpp_plugin.integrations.megatron.stages import gpt_stage, require_megatron
 from gpp_plugin.launch import emit_event
-from gpp_plugin.model.graph.stage_context import make_contexts
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageGraph, make_contexts
 from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import build_stage_function
 from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part

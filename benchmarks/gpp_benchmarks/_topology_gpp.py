@@ -11,8 +11,7 @@ from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.graph.stage_context import StageContext
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.runtime.code_by_shape import RunnerContext

@@ -24,7 +24,7 @@ from torch import Tensor, fx, nn
 
 from gpp_plugin.backends.forward_code import READS_VALUES, named_operator, operator_name, structure_of
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
-from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.runtime.random_streams import restored_streams
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
-from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import may_alias, written_arguments
 from gpp_plugin.errors import first_line
 from gpp_plugin.runtime.stage_module import StageFunction

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -15,12 +16,11 @@ import torch
 from torch import fx, nn
 
 from gpp_plugin.capture.annotate import Note, annotate, module_path, written_placeholders
-from gpp_plugin.capture.attention import mask_candidates, without_masks
-from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph, resized
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
-from gpp_plugin.capture.keys import find_layer_lists
-from gpp_plugin.capture.layout.layout_rules import Counted, Fixed, Rows
-from gpp_plugin.capture.layout.layouts import (
+from gpp_plugin.capture.find_regions import find_sharding
+from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
+from gpp_plugin.capture.layouts import (
     LayoutAnalysis,
     Layouts,
     describe_coupling,
@@ -30,11 +30,9 @@ from gpp_plugin.capture.layout.layouts import (
     ordered_units,
     whole_layouts,
 )
-from gpp_plugin.capture.lengths import resized
-from gpp_plugin.capture.mask_values import Mask, MaskFinder
-from gpp_plugin.capture.sharding.find_regions import find_sharding
+from gpp_plugin.capture.mask_values import Mask, MaskFinder, mask_candidates, without_masks
 from gpp_plugin.capture.tracing.carried_state import LeavesState, states_of_written
-from gpp_plugin.capture.tracing.devices import place_graph, placed_body
+from gpp_plugin.capture.tracing.clean import place_graph, placed_body
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy, dtype_name, overlapping, tracing_device
 from gpp_plugin.capture.tracing.traced import Traced, structure_of
 from gpp_plugin.errors import CaptureError
@@ -403,3 +401,30 @@ def _spec(name: str, note: Note, samples: int, layout: Layout) -> TensorSpec:
         layout=layout,
         requires_grad=note.requires_grad,
     )
+
+
+def find_layer_lists(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of containers whose children are layers, outer ones before inner ones.
+
+    Module lists and dicts always are; a sequential is one if two of its children with parameters are of
+    one class. A list of different modules that hold layer lists themselves (towers) only groups them.
+    """
+    # First all candidates, then without those that only hold different towers: ModuleDict(vision=ViT, text=GPT) with
+    # layer lists in both is a namespace like any module, and so its towers' layers are the layers.
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(path)
+        elif isinstance(module, nn.Sequential):
+            classes = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+            if classes and max(classes.values()) > 1:
+                found.append(path)
+    lists = []
+    for path in found:
+        children = list(model.get_submodule(path).children())
+        prefix = f"{path}." if path else ""
+        inner = any(other != path and other.startswith(prefix) for other in found)
+        is_namespace = inner and len(children) > 1 and len({type(c) for c in children}) == len(children)
+        if not is_namespace:
+            lists.append(path)
+    return tuple(lists)

@@ -81,6 +81,49 @@ def capture_model(
     requested = find_eager_modules(model, eager)
     hooked = hooked_modules(model)
     whole = without_inner((*requested, *hooked))
+    _warn_of_hooks(model)
+    attempt = functools.partial(
+        _capture, model, batch, training, outputs, received, dtype, torch.device(device or "cpu"), call
+    )
+    reasons: list[Untraceable] = []
+    states = {state.name: state for state in carried}
+    while True:
+        try:
+            captured = attempt(whole, tuple(states.values()))
+        except LeavesState as found:
+            # traced anew, with what the forward leaves behind as buffers
+            again = [state for state in found.states if states.get(state.name) == state]
+            if again:
+                raise refused(model, again[0].name, "is left behind in more than one way") from None
+            states.update({state.name: state for state in found.states})
+        except Untraceable as error:
+            # The innermost module that fails runs as it is, and the rest is traced anew. Where that does not help, the
+            # first failure is reported.
+            more = None
+            if error.culprit or _reads_own_state(model, error, states):
+                more = with_culprit(model, whole, error.culprit)
+            if more is not None and len(reasons) < MAX_ATTEMPTS:
+                logger.debug("runs as it is, as tracing failed: %s (%s)", error.culprit, error)
+                reasons.append(error)
+                whole = more
+                continue
+            if not hooked:
+                raise (reasons[0] if reasons else error) from None
+            logger.warning(
+                "hooks on %s are traced once and not called in training, as these modules cannot run as they are: %s",
+                *(", ".join(hooked), error),
+            )
+            hooked, whole = (), requested
+            reasons.clear()
+        except CaptureError as error:
+            raise (reasons[0] if reasons else error) from None
+        else:
+            _log_what_is_special(captured, whole, requested=requested, hooked=hooked, reasons=reasons)
+            return captured
+
+
+def _warn_of_hooks(model: nn.Module) -> None:
+    """Log which hooks training does not call."""
     if has_hooks(model):
         logger.warning(
             "hooks on %s itself are not called in training; register them on modules in it, which then run as they are",
@@ -91,52 +134,6 @@ def capture_model(
             "hooks on all modules (torch.nn.modules.module.register_module_forward_hook) are traced once and not "
             "called in training; register them on modules, which then run as they are"
         )
-    reasons: list[Untraceable] = []
-    states = {state.name: state for state in carried}
-    while True:
-        try:
-            captured = _capture(
-                model,
-                batch,
-                training,
-                outputs,
-                received,
-                dtype,
-                torch.device(device or "cpu"),
-                call,
-                whole,
-                tuple(states.values()),
-            )
-            break
-        except LeavesState as found:
-            # traced anew, with what the forward leaves behind as buffers
-            again = [state for state in found.states if states.get(state.name) == state]
-            if again:
-                raise refused(model, again[0].name, "is left behind in more than one way") from None
-            states.update({state.name: state for state in found.states})
-        except CaptureError as error:
-            # The innermost module that fails runs as it is, and the rest is traced anew. Where that does not help, the
-            # first failure is reported.
-            more = None
-            if isinstance(error, Untraceable) and (error.culprit or _reads_own_state(model, error, states)):
-                more = with_culprit(model, whole, error.culprit)
-            if more is None or len(reasons) == MAX_ATTEMPTS:
-                if hooked and isinstance(error, Untraceable):
-                    logger.warning(
-                        "hooks on %s are traced once and not called in training, as these modules cannot run as they "
-                        "are: %s",
-                        *(", ".join(hooked), error),
-                    )
-                    hooked, whole = (), requested
-                    reasons.clear()
-                    continue
-                raise (reasons[0] if reasons else error) from None
-            assert isinstance(error, Untraceable)
-            logger.debug("runs as it is, as tracing failed: %s (%s)", error.culprit, error)
-            reasons.append(error)
-            whole = more
-    _log_what_is_special(captured, whole, requested=requested, hooked=hooked, reasons=reasons)
-    return captured
 
 
 def _reads_own_state(model: nn.Module, error: Untraceable, states: Mapping[str, CarriedState]) -> bool:

@@ -25,7 +25,7 @@ from gpp_plugin.compare.single_process import PeakMemory, SingleProcess
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
 from gpp_plugin.launch import emit_event
-from gpp_plugin.model.weights.materialize import resident_bytes
+from gpp_plugin.model.materialize import resident_bytes
 from gpp_plugin.runtime.ranks.agree import Collectives
 
 _REFUSAL_S = 10.0

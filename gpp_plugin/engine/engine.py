@@ -377,7 +377,7 @@ class GraphPipelineEngine(PipelineSurface):
             setting=setting,
             collectives=self._collectives,
             reads_inputs=self._batch_source.reads_inputs,
-            learn_shapes=lambda batch: self._source.meet(reference, batch),
+            learn_shapes=lambda batch: self._source.learn_shapes(reference, batch),
             metrics=self._metrics,
         )
 
@@ -440,7 +440,7 @@ class GraphPipelineEngine(PipelineSurface):
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs early; it is refused in its own turn
         clock = start_clock(self._collectives) if self.record_timelines else None
-        self._source.meet(self._reference, batch)
+        self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
         with watching, self._watch.as_captured(), self.rank_engine.attached():
             call = self._steps.train(

@@ -118,7 +118,7 @@ class Evaluator:
         rule = self._source.unit_rule(graph.reference)
         if rule is not None:
             batch = rule.units(batch) if isinstance(batch, UnitBatch) else rule.evaluated(batch)
-        self._source.meet(graph.reference, typical)
+        self._source.learn_shapes(graph.reference, typical)
         parts = _parts(graph.plan, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}

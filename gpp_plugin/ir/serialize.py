@@ -53,13 +53,13 @@ def from_plain(kind: Any, plain: Any, *, root: str = "") -> Any:
         raise ReadError(error.line(root)) from None
 
 
-def check_leaves(value: Any, *, root: str = "") -> None:
+def check_leaves(value: Any) -> None:
     """Refuse a dataclass made in memory that could not be read from a file: the same types and ranges.
 
     Raises:
         ReadError: as `from_plain`.
     """
-    from_plain(type(value), to_plain(value), root=root)
+    from_plain(type(value), to_plain(value))
 
 
 def fingerprint(value: Any) -> str:
@@ -104,11 +104,8 @@ def from_envelope(kind: type[T], plain: Any) -> T:
             "write it anew with this release"
         )
     if plain["type"] != kind.__name__:
-        held = (
-            plain["type"]
-            if isinstance(plain["type"], str) and plain["type"].isidentifier()
-            else show(plain["type"])
-        )
+        held = plain["type"]
+        held = held if isinstance(held, str) and held.isidentifier() else show(held)
         raise ReadError(f"the file holds a {held[:80]}, not a {kind.__name__}")
     return typing.cast(T, from_plain(kind, plain["value"], root="value"))
 
@@ -130,7 +127,6 @@ def read_json(
     *,
     what: str,
     max_bytes: int = SMALL_BYTES,
-    max_depth: int = MAX_DEPTH,
     may_be_infinite: bool = False,
 ) -> Any:
     """Return what a JSON file holds; every file that others may have written is read here.
@@ -145,9 +141,7 @@ def read_json(
     """
     text = read_text(path, what=what, max_bytes=max_bytes)
     try:
-        return parse_json(
-            text, what=what, max_bytes=max_bytes, max_depth=max_depth, may_be_infinite=may_be_infinite
-        )
+        return parse_json(text, what=what, max_bytes=max_bytes, may_be_infinite=may_be_infinite)
     except ReadError as error:
         raise ReadError(f"{path}: {error}") from error.__cause__
 

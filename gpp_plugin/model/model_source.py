@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +19,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.tracing.meta_copy import set_modes
-from gpp_plugin.capture.tracing.sample_batches import (
-    count_samples,
-    is_clearly_counted,
-    is_counted,
-    rows_per_sample,
-)
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.errors import CaptureError, ConfigError, PlanError
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface import pretrained_files
 from gpp_plugin.integrations.huggingface.model_inputs import (
     NUM_ITEMS,
@@ -48,35 +41,39 @@ from gpp_plugin.model.backend_planning import (
     plan_with_backends,
 )
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
-from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
+from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.graph_job import GraphJob
+from gpp_plugin.model.graph.module_cost import Measuring
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
-from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts
+from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.graph.user_module import UserModule
+from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.measure_lengths import LengthsToMeasure
+from gpp_plugin.model.module_holder import ModuleHolder, names_held, save_stages, separate_copies
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
+    check_config,
     check_files,
+    check_ties,
     cut_part,
+    fewest_samples,
     look_at_devices,
     plan_profiled,
     plan_request,
-    with_batch,
+    refuse_split,
+    samples_explained,
     with_memory_explained,
+    with_stage,
 )
-from gpp_plugin.model.weights.materialize import release_parameters
-from gpp_plugin.model.weights.module_holder import ModuleHolder, save_stages
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.explicit_plan import FixedStage
 from gpp_plugin.plan.search_report import searching
-from gpp_plugin.plan.tied_blocks import join_tied_blocks
-from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.analytic_costs import default_sample_counts
-from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.report.progress import shown_as, step
@@ -87,16 +84,11 @@ from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, excha
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.stage_module import (
     Reference,
-    StageFunction,
     StageModule,
     WatchedModule,
     joined_module,
 )
-from gpp_plugin.runtime.tensor_ranks import (
-    check_shared_out,
-    describe_whole,
-    parameter_shards,
-)
+from gpp_plugin.runtime.tensor_ranks import check_shared_out, describe_whole, parameter_shards
 from gpp_plugin.schedule.names import may_split_backward
 
 logger = logging.getLogger(__name__)
@@ -116,12 +108,12 @@ class ModelSource:
         self, model: nn.Module | StageGraph, *, config: GraphPipelineConfig, setting: Setting
     ) -> None:
         if isinstance(model, StageGraph):
-            _check_config(model, config)
+            check_config(model, config)
         elif config.loss_mean == "tokens":
             check_takes_count(model)
         _settle_modes(model, warns=setting.rank == 0)
         self._model = model
-        self._config = _with_stage(model, config)
+        self._config = with_stage(model, config)
         self._setting = setting
         self._made: GraphJob | None = None
         self._lengths: LengthCosts | None = None
@@ -178,7 +170,7 @@ class ModelSource:
             group=setting.group,
             backend=setting.placement.backend,
         )
-        with _samples_explained(sample_batch, config):
+        with samples_explained(sample_batch, config):
             self._made = job = GraphJob(
                 self._model,
                 sample_batch,
@@ -199,7 +191,7 @@ class ModelSource:
         if config.loss_mean == "tokens":
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
-            _check_ties(reference, config)  # before minutes of measuring
+            check_ties(reference, config)  # before minutes of measuring
         counts = self._sample_counts()
         costs = self._measured(counts)
         self._profile = costs.profile(reference.block_graph, device="")
@@ -207,7 +199,11 @@ class ModelSource:
         def make_plan() -> PipelinePlan:
             compiled = self._compiled(reference, sample_batch)
             own = costs.with_blocks(compiled.scaled)
-            plan = self._make_plan(reference, own, sample_batch, counts, machines)
+            least = fewest_samples(own, counts)
+            with step("plan") as shown, searching(shown.note), with_memory_explained(config, machines):
+                plan = self._plan(reference, own, least=least, found=machines)
+            plan = self._with_backends(plan, reference, own, sample_batch, least=least, found=machines)
+            refuse_split(plan, own)
             return compiled.noted(plan)
 
         plan = call_on_rank_zero(
@@ -217,22 +213,6 @@ class ModelSource:
         for line in describe_whole(reference, plan) if setting.rank == 0 else ():
             logger.info("%s", line)
         return reference, plan
-
-    def _make_plan(
-        self,
-        reference: Reference,
-        costs: StageCosts,
-        sample_batch: Batch,
-        counts: Mapping[str, Sequence[int]],
-        machines: JobCluster | None,
-    ) -> PipelinePlan:
-        """Return the plan that is run; on rank 0."""
-        least = _fewest_samples(costs, counts)
-        with step("plan") as shown, searching(shown.note), with_memory_explained(self._config, machines):
-            plan = self._plan(reference, costs, least=least, found=machines)
-        plan = self._with_backends(plan, reference, costs, sample_batch, least=least, found=machines)
-        _refuse_split(plan, costs)
-        return plan
 
     def _compiled(self, reference: Reference, sample_batch: Batch) -> CompiledBlocks:
         """Return what the model's blocks cost compiled, and which of them are; on rank 0.
@@ -264,8 +244,15 @@ class ModelSource:
     def _measured(self, counts: Mapping[str, Sequence[int]]) -> StageCosts:
         """Return what the stages cost, and take down what they cost at other lengths; refuse a wrong capture."""
         config = self._config
+        # a profile is of use in both modes: in mode async, too, the parts of a backward are timed
+        may_split = may_split_backward(config.schedule) and self._setting.num_ranks > 1 and not config.compile
+        measuring = Measuring(
+            optimizer_bytes=self._setting.optimizer_bytes,
+            cache_dir=config.profile_dir,
+            with_split=may_split,
+        )
         with step("profile"):
-            costs = self._job.measure(counts, self._measuring())
+            costs = self._job.measure(counts, measuring)
         if config.verify:
             with step("verify the capture"):
                 self._job.verify(costs)
@@ -357,12 +344,12 @@ class ModelSource:
         inputs: Sequence[TensorSpec] = reference.analysis.op_graph.inputs
         if (lengths := self._lengths) is not None:
             inputs = inputs_at(inputs, lengths, lengths.longest)
-        pieces = None
+        pieces, dtype = None, str(self._setting.dtype).removeprefix("torch.")
         if self._job.whole is None:
             pieces = self._pieces(costs, device=device, least=least, found=found)
         return plan_profiled(
             graph,
-            with_batch(profile, graph, inputs, self._setting),
+            with_inputs(profile, graph, inputs, mini_batch=self._setting.sizes.mini_batch, dtype=dtype),
             config=self._config,
             setting=self._setting,
             smallest_local_batch=least,
@@ -376,20 +363,9 @@ class ModelSource:
 
         def look() -> None:
             if self._setting.rank == 0:
-                modules = [self._model] if isinstance(self._model, nn.Module) else _captured(self._model)
-                check_files(modules, self._config)
+                check_files(_captured(self._model), self._config)
 
         exchange(look, what="a look at the files", group=self._setting.group)
-
-    def _measuring(self) -> Measuring:
-        # a profile is of use in both modes: in mode async, too, the parts of a backward are timed
-        may_split = may_split_backward(self._config.schedule) and self._setting.num_ranks > 1
-        may_split = may_split and not self._config.compile
-        return Measuring(
-            optimizer_bytes=self._setting.optimizer_bytes,
-            cache_dir=self._config.profile_dir,
-            with_split=may_split,
-        )
 
     def _sample_counts(self) -> dict[str, Sequence[int]]:
         """Return at which numbers of samples each stage is timed: what its micro-batches may be.
@@ -498,12 +474,12 @@ class ModelSource:
             )
         return reference
 
-    def meet(self, reference: Reference, batch: Batch) -> None:
+    def learn_shapes(self, reference: Reference, batch: Batch) -> None:
         """Learn the shapes that come of a batch like this one before it runs.
 
         Collective over all ranks, but of a plain model: each rank captures its new shapes alone.
         """
-        self._job.meet(batch, is_training=reference.analysis.is_training)
+        self._job.learn_shapes(batch, is_training=reference.analysis.is_training)
 
     @shown_as("materialise")
     def make_modules(self, runner: RankRunner, sample_batch: Batch) -> tuple[StageModule, ...]:
@@ -521,7 +497,7 @@ class ModelSource:
             if isinstance(own, UserModule):
                 made[stage] = own
             else:
-                held.setdefault(own.stage.name, {})[stage] = _names_held(own, runner, stage, function)
+                held.setdefault(own.stage.name, {})[stage] = names_held(own, runner, stage, function)
         for name, of_stages in held.items():
             part = self._job.owns[name]
             assert isinstance(part, CapturedPart)
@@ -536,7 +512,7 @@ class ModelSource:
             made.update(zip(of_stages, modules, strict=True))
             self._held.append((holder, modules))
         stages = tuple(made[stage] for stage in runner.stages)
-        _separate(stages)
+        separate_copies(stages)
         return stages
 
     def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
@@ -693,19 +669,6 @@ class ModelSource:
         self._job.close()
 
 
-def _fewest_samples(costs: StageCosts, counts: Mapping[str, Sequence[int]]) -> int:
-    """Return the smallest number of samples that every stage can do."""
-    # A block that was tried at 1, 4 and 8 samples and has times from 4 on could not do 1: then 4. One that was never
-    # tried at fewer than 8 (it computes on whole units) says nothing of others.
-    starts = (
-        cost.samples[0]
-        for stage, blocks in costs.by_stage.items()
-        for cost in blocks
-        if cost.samples[0] > counts[stage][0]
-    )
-    return max(starts, default=1)
-
-
 def _module_of(stage: GraphStage) -> nn.Module:
     assert isinstance(stage.spec.make, nn.Module), "what is captured is a module"
     return stage.spec.make
@@ -713,8 +676,7 @@ def _module_of(stage: GraphStage) -> nn.Module:
 
 def _settle_modes(model: nn.Module | StageGraph, *, warns: bool) -> None:
     """Put a model in train mode that is wholly in eval mode; else leave modes, and say which are in eval mode."""
-    modules = [model] if isinstance(model, nn.Module) else _captured(model)
-    for module in modules:
+    for module in _captured(model):
         was_in_eval = set_modes(module, training=True)
         evaluated = [name or "the model itself" for name, part in module.named_modules() if not part.training]
         if was_in_eval and warns:
@@ -730,162 +692,8 @@ def _settle_modes(model: nn.Module | StageGraph, *, warns: bool) -> None:
             )
 
 
-def _captured(graph: StageGraph) -> list[nn.Module]:
-    """Return the modules of a graph that are captured."""
-    return [s.make for s in graph.stages if s.num_pieces is not None and isinstance(s.make, nn.Module)]
-
-
-def _with_stage(model: nn.Module | StageGraph, config: GraphPipelineConfig) -> GraphPipelineConfig:
-    """Return the configuration with what a graph's one captured stage says of itself."""
-    if isinstance(model, nn.Module) or not model.is_one_capture:
-        return config
-    (spec,) = model.stages
-    changes: dict[str, Any] = {}
-    if isinstance(spec.num_pieces, int):
-        changes["stages"] = spec.num_pieces
-    if spec.micro_batch_size is not None and config.micro_batch_sizes == "auto":
-        changes["micro_batch_sizes"] = spec.micro_batch_size
-    return config.model_copy(update=changes)
-
-
-def _check_ties(reference: Reference, config: GraphPipelineConfig) -> None:
-    """Refuse more stages than blocks that share no trained parameter (mode async)."""
-    if isinstance(config.stages, int):
-        parameters = reference.analysis.op_graph.parameters
-        trained = {p.name for p in parameters if p.requires_grad}
-        join_tied_blocks(reference.block_graph, trained).check_stages(config.stages)
-
-
-@torch.no_grad()
-def _separate(stages: Sequence[StageModule]) -> None:
-    """Give each stage of a rank its own memory for what an earlier one holds too: each trains its own copy."""
-    seen: set[int] = set()
-    for module in stages:
-        tensors = [t for t in module.named_tensors().values() if t.numel() and not t.is_meta]
-        for tensor in tensors:
-            if tensor.data_ptr() in seen:
-                tensor.data = tensor.data.clone()
-        seen.update(tensor.data_ptr() for tensor in tensors)
-
-
-def _names_held(
-    part: CapturedPart, runner: RankRunner, stage: int, function: StageFunction
-) -> tuple[str, ...]:
-    """Return what a stage of a captured part holds on this rank.
-
-    What no block of the part reads must still be in files: it rests on the part's last stage.
-    """
-    graph, op_graph = runner.reference.block_graph, runner.reference.analysis.op_graph
-    own = set(runner.plan.stages[stage].blocks)
-    names = [*function.tensors]
-    names += [n for block in graph.blocks if block.name in own for n in block.parameters]
-    is_alone, name = part.stage.is_alone, part.stage.name
-    mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
-    last = max(i for i, other in enumerate(runner.plan.stages) if not mine.isdisjoint(other.blocks))
-    if last == stage:
-        used = {n for block in graph.blocks for n in block.parameters}
-        names += [
-            p.name
-            for p in op_graph.parameters
-            if p.name.startswith(part.stage.prefix)
-            and p.name not in used
-            and (p.is_persistent or not p.is_buffer)
-        ]
-    return tuple(dict.fromkeys(names))
-
-
-def _refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
-    """Refuse a schedule that makes backwards in two parts where a stage's cannot be.
-
-    Raises:
-        PlanError: names the stage.
-    """
-    whole = {
-        cost.block for own in costs.by_stage.values() for cost in own if cost.split_factor >= UNSPLITTABLE
-    }
-    for stage in plan.stages:
-        if find_schedule(stage.schedule).splits_backward and not whole.isdisjoint(stage.blocks):
-            raise PlanError(
-                f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
-                f'others then), which schedule "{stage.schedule}" requests; use "auto"'
-            )
-
-
-@contextmanager
-def _samples_explained(batch: Batch, config: GraphPipelineConfig) -> Iterator[None]:
-    """Let an error of a capture say for how many samples the batch was taken, where that is in doubt."""
-    try:
-        yield
-    except CaptureError as error:
-        if (
-            config.units is None
-            and is_counted(batch)
-            and (not is_clearly_counted(batch) or max(rows_per_sample(batch).values()) > 1)
-        ):
-            rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
-            error.args = (
-                f"{error}; the batch was taken for {count_samples(batch)} samples ({rows}): where it is one loss unit "
-                'as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a mini-batch',
-            )
-        raise
-
-
-def _check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
-    """Refuse keys of the block that speak of a captured model.
-
-    Raises:
-        ConfigError: names the key.
-    """
-    # of a graph of one capture all keys hold that hold of a plain model, unless the capture says otherwise itself
-    number = len(graph.stages)
-    is_plain = graph.is_one_capture
-    pieces = graph.stages[0].num_pieces if is_plain else None
-    is_explicit = all(stage.num_pieces is None for stage in graph.stages)
-    stages_differ = config.stages not in ("auto", number if is_explicit else "auto")
-    for key, wrong, fix in (
-        ("planner", is_explicit and config.planner != "auto", "its stages are explicit; remove the key"),
-        (
-            "stages",
-            stages_differ and not (is_plain and pieces in ("auto", config.stages)),
-            f"it has {pieces if is_plain else number}; remove the key",
-        ),
-        ("loss_mean", config.loss_mean != "units", "its stages count for themselves; remove the key"),
-        (
-            "units",
-            config.units is not None,
-            "units of their own shapes are for captured models; remove the key",
-        ),
-        (
-            "compile",
-            bool(config.compile) and not is_plain,
-            "blocks of one captured model are compiled; remove the key",
-        ),
-        (
-            "lengths",
-            config.lengths is not None,
-            "what its stages take and hold is found by running them on the sample batch; remove the key",
-        ),
-        (
-            "weights",
-            config.weights is not None and not is_plain,
-            "factories make its weights; remove the key",
-        ),
-        (
-            "data_parallel",
-            not is_plain and _is_other_degree(graph, config),
-            "its ranks are explicit; remove the key",
-        ),
-        (
-            "tensor_parallel",
-            not is_plain and config.tensor_parallel != 1,
-            "its stages say how many tensor ranks they have; remove the key",
-        ),
-    ):
-        if wrong:
-            value = getattr(config, key)
-            raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
-
-
-def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
-    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
-    return config.data_parallel != "auto" and degrees != {config.data_parallel}
+def _captured(model: nn.Module | StageGraph) -> list[nn.Module]:
+    """Return the modules that are captured: a plain model, or those of a graph."""
+    if isinstance(model, nn.Module):
+        return [model]
+    return [s.make for s in model.stages if s.num_pieces is not None and isinstance(s.make, nn.Module)]

@@ -1,7 +1,7 @@
 """From a profiled model and the configuration to a plan: what the keys of the block ask planners for, and together.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpp_plugin.capture.tracing.sample_batches import (
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    rows_per_sample,
+)
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible, ReadError
+from gpp_plugin.errors import CaptureError, ConfigError, PlanError, PlanInfeasible, ReadError
 from gpp_plugin.ir.block_graph import CARRIED, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
-from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.model.graph.stage_costs import StageCosts
+from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown, with_inputs
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
 from gpp_plugin.plan.explicit_plan import (
     FixedStage,
     explicit_plan,
@@ -42,22 +49,19 @@ from gpp_plugin.plan.memory.full_recompute import recompute_fully
 from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
+from gpp_plugin.plan.tied_blocks import join_tied_blocks
+from gpp_plugin.plugins import find_schedule
+from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
+from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
+from gpp_plugin.runtime.stage_module import Reference
 from gpp_plugin.schedule.names import schedule_label
 
 logger = logging.getLogger(__name__)
 
 PREPARATION_TIMEOUT_S = 1800.0
-
-
-def with_batch(
-    profile: Profile, graph: BlockGraph, inputs: Sequence[TensorSpec], setting: Setting
-) -> Profile:
-    """Return a profile with this job's mini-batches, of the model's inputs."""
-    dtype = str(setting.dtype).removeprefix("torch.")
-    return with_inputs(profile, graph, inputs, mini_batch=setting.sizes.mini_batch, dtype=dtype)
 
 
 def plan_profiled(
@@ -467,3 +471,134 @@ def materialize_for(
         weights=config.weights,
         cuts=cuts,
     )
+
+
+def fewest_samples(costs: StageCosts, counts: Mapping[str, Sequence[int]]) -> int:
+    """Return the smallest number of samples that every stage can do."""
+    # A block that was tried at 1, 4 and 8 samples and has times from 4 on could not do 1: then 4. One that was never
+    # tried at fewer than 8 (it computes on whole units) says nothing of others.
+    starts = (
+        cost.samples[0]
+        for stage, blocks in costs.by_stage.items()
+        for cost in blocks
+        if cost.samples[0] > counts[stage][0]
+    )
+    return max(starts, default=1)
+
+
+def with_stage(model: nn.Module | StageGraph, config: GraphPipelineConfig) -> GraphPipelineConfig:
+    """Return the configuration with what a graph's one captured stage says of itself."""
+    if isinstance(model, nn.Module) or not model.is_one_capture:
+        return config
+    (spec,) = model.stages
+    changes: dict[str, Any] = {}
+    if isinstance(spec.num_pieces, int):
+        changes["stages"] = spec.num_pieces
+    if spec.micro_batch_size is not None and config.micro_batch_sizes == "auto":
+        changes["micro_batch_sizes"] = spec.micro_batch_size
+    return config.model_copy(update=changes)
+
+
+def check_ties(reference: Reference, config: GraphPipelineConfig) -> None:
+    """Refuse more stages than blocks that share no trained parameter (mode async)."""
+    if isinstance(config.stages, int):
+        parameters = reference.analysis.op_graph.parameters
+        trained = {p.name for p in parameters if p.requires_grad}
+        join_tied_blocks(reference.block_graph, trained).check_stages(config.stages)
+
+
+def refuse_split(plan: PipelinePlan, costs: StageCosts) -> None:
+    """Refuse a schedule that makes backwards in two parts where a stage's cannot be.
+
+    Raises:
+        PlanError: names the stage.
+    """
+    whole = {
+        cost.block for own in costs.by_stage.values() for cost in own if cost.split_factor >= UNSPLITTABLE
+    }
+    for stage in plan.stages:
+        if find_schedule(stage.schedule).splits_backward and not whole.isdisjoint(stage.blocks):
+            raise PlanError(
+                f"stage {stage.name!r}: its backward cannot be made in two parts (it fails, or its gradients are "
+                f'others then), which schedule "{stage.schedule}" requests; use "auto"'
+            )
+
+
+@contextmanager
+def samples_explained(batch: Batch, config: GraphPipelineConfig) -> Iterator[None]:
+    """Let an error of a capture say for how many samples the batch was taken, where that is in doubt."""
+    try:
+        yield
+    except CaptureError as error:
+        if (
+            config.units is None
+            and is_counted(batch)
+            and (not is_clearly_counted(batch) or max(rows_per_sample(batch).values()) > 1)
+        ):
+            rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+            error.args = (
+                f"{error}; the batch was taken for {count_samples(batch)} samples ({rows}): where it is one loss unit "
+                'as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a mini-batch',
+            )
+        raise
+
+
+def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
+    """Refuse keys of the block that speak of a captured model.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    # of a graph of one capture all keys hold that hold of a plain model, unless the capture says otherwise itself
+    number = len(graph.stages)
+    is_plain = graph.is_one_capture
+    pieces = graph.stages[0].num_pieces if is_plain else None
+    is_explicit = all(stage.num_pieces is None for stage in graph.stages)
+    stages_differ = config.stages not in ("auto", number if is_explicit else "auto")
+    for key, wrong, fix in (
+        ("planner", is_explicit and config.planner != "auto", "its stages are explicit; remove the key"),
+        (
+            "stages",
+            stages_differ and not (is_plain and pieces in ("auto", config.stages)),
+            f"it has {pieces if is_plain else number}; remove the key",
+        ),
+        ("loss_mean", config.loss_mean != "units", "its stages count for themselves; remove the key"),
+        (
+            "units",
+            config.units is not None,
+            "units of their own shapes are for captured models; remove the key",
+        ),
+        (
+            "compile",
+            bool(config.compile) and not is_plain,
+            "blocks of one captured model are compiled; remove the key",
+        ),
+        (
+            "lengths",
+            config.lengths is not None,
+            "what its stages take and hold is found by running them on the sample batch; remove the key",
+        ),
+        (
+            "weights",
+            config.weights is not None and not is_plain,
+            "factories make its weights; remove the key",
+        ),
+        (
+            "data_parallel",
+            not is_plain and _is_other_degree(graph, config),
+            "its ranks are explicit; remove the key",
+        ),
+        (
+            "tensor_parallel",
+            not is_plain and config.tensor_parallel != 1,
+            "its stages say how many tensor ranks they have; remove the key",
+        ),
+    ):
+        if wrong:
+            value = getattr(config, key)
+            raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
+
+
+def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
+    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
+    return config.data_parallel != "auto" and degrees != {config.data_parallel}

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.attention import without_choices
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.keep_whole import hooks_at_rest
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device
+from gpp_plugin.capture.mask_values import without_choices
 from gpp_plugin.capture.tracing.meta_copy import dtype_name
 from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.config.key_names import name_of

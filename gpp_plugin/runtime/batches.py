@@ -18,9 +18,15 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.eager.padded_records import is_padded, widen
 from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import (
+    WholeUnit,
+    count_samples,
+    is_counted,
+    is_padded,
+    resize_batch,
+    widen,
+)
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 

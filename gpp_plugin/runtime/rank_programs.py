@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-from gpp_plugin.capture.lengths import resized
+from gpp_plugin.capture.captured_graph import resized
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge

@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
+from gpp_plugin.capture.axis_rules import argument
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.layout.layouts import is_random
-from gpp_plugin.capture.sharding.axis_rules import argument
+from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut

@@ -14,11 +14,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.attention import drop_operators, sizes_of_bias, without_masks
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.mask_values import Mask
-from gpp_plugin.capture.tracing.devices import on_device, placed_body
+from gpp_plugin.capture.mask_values import Mask, drop_operators, sizes_of_bias, without_masks
+from gpp_plugin.capture.tracing.clean import on_device, placed_body
 from gpp_plugin.capture.tracing.symbolic_sizes import sizes_in, with_sizes
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis

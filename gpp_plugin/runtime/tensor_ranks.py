@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.sharding.find_regions import regions_of_stage
+from gpp_plugin.capture.find_regions import regions_of_stage
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
 from gpp_plugin.runtime.batches import ones_among
-from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
+
+Batch = dict[str, Any]
 
 
 class AttentionCall(NamedTuple):
@@ -59,38 +63,42 @@ def _call(
     return AttentionCall(*shapes, mask, dropout_p, is_causal, scale, enable_gqa)
 
 
-class WholeStage:
-    """A captured model as the code of one stage, with the model's own parameters.
+class OneStage:
+    """A model as the code of one stage, as a lane asks for it."""
 
-    Args:
-        model: as it was captured.
-    """
+    def __init__(self, model: nn.Module, batch: Batch) -> None:
+        self.model = model
+        self.part: CapturedPart = whole_part(model, batch)
+        self.samples = count_samples(batch)
+        captured = self.part.capture(batch, is_training=True)
+        self.reference: Reference = make_reference(captured.analysis, "layer")
+        blocks = tuple(block.name for block in self.reference.block_graph.blocks)
+        stage = SimpleNamespace(name="all", blocks=blocks, memory=None, tensor=1)
+        # all tensors between blocks are told, as if each came to the stage
+        told = SimpleNamespace(
+            src=1, dst=0, batch_tensors=tuple(self.reference.block_graph.tensors), whole_tensors=()
+        )
+        self.plan: Any = SimpleNamespace(edges=(told,), stages=(stage,))
 
-    def __init__(self, captured: CapturedGraph, model: nn.Module) -> None:
-        nodes = [n.name for n in captured.graph.nodes if n.op == "call_function"]
-        assert captured.op_graph.loss is not None, "a model that trains has a loss"
-        self.function: StageFunction = build_stage_function(captured, nodes, [captured.op_graph.loss])
-        named: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-        named.update(model.named_buffers(remove_duplicate=False))
-        self._tensors = [named[name] for name in self.function.tensors]
+    def code(self, batch: Batch) -> StageCode:
+        return self.part.stage_code(self.reference, self.plan, 0, batch, self.samples)
 
-    def look_at(self, batch: Mapping[str, Any]) -> None:
-        """Choose the code for this batch, as a lane does before a mini-batch."""
-        if self.function.choice is not None:
-            self.function.choice.use(ones_among(batch, self.function.choice.inputs))
+    def recaptured(self, batch: Batch) -> StageCode:
+        """Return code captured at this shape alone."""
+        part = whole_part(self.model, batch)
+        return part.stage_code(self.reference, self.plan, 0, batch, self.samples)
 
-    def __call__(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of the batch."""
-        inputs = [batch[key] for key in self.function.batch_inputs]
-        (loss,) = self.function.call(*self._tensors, *inputs)
-        return loss
-
-
-def eager_loss(model: nn.Module) -> Callable[[Mapping[str, Any]], Tensor]:
-    """Return what calls a model and returns its loss."""
-
-    def call(batch: Mapping[str, Any]) -> Tensor:
-        loss: Tensor = model(**batch).loss
-        return loss
-
-    return call
+    def run(self, code: StageCode, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[Any]]:
+        """Return the loss, every gradient, and how attention was called."""
+        function, model = code.function, self.model
+        named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        if function.choice is not None:
+            function.choice.use(ones_among(batch, function.choice.inputs))
+        model.zero_grad(set_to_none=True)
+        inputs = [batch[key] for key in function.batch_inputs]
+        with recorded_attention() as calls:
+            outputs = function.call(*(named[name] for name in function.tensors), *inputs)
+        loss = outputs[function.outputs.index(str(code.loss))]
+        loss.backward()
+        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return loss.detach(), found, calls

@@ -27,13 +27,13 @@ SAMPLES = 2
 
 def make_part(name: str, device: torch.device) -> tuple[CapturedPart, dict[str, Any]]:
     """Return a model as a rank on ``device`` has it, and a batch of it on the host."""
-    if name == "llama":
-        model, batch = _llama()
-    elif name == "tables":
+    if name == "tables":
         model, batch = Tables().train(), {"ids": torch.zeros(SAMPLES, 4, dtype=torch.long)}
     else:
         model, make_batch = build(name, layers=1, device="meta")
         batch = make_batch(SAMPLES)
+        if name == "llama":
+            batch["attention_mask"][0, -2:] = 0
     resolved = resolve_module(model, batch, num_ranks=1)
     part = CapturedPart(resolved.stages[0], dtype=None, device=device, granularity="layer", called={})
     return part, part.arguments(batch, {}, SAMPLES)
@@ -58,21 +58,6 @@ class Tables(nn.Module):
         scores = self.classes(hidden) + first
         chance = nn.functional.binary_cross_entropy(scores.sigmoid(), torch.zeros_like(scores))
         return chance + nn.functional.cross_entropy(scores.flatten(0, 1), ids.flatten())
-
-
-def _llama() -> tuple[nn.Module, dict[str, Any]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16,
-    )  # fmt: skip
-    with torch.device("meta"):
-        model = LlamaForCausalLM(config).train()
-    ids = torch.arange(8 * SAMPLES).view(SAMPLES, 8)
-    mask = torch.ones_like(ids)
-    mask[0, -2:] = 0
-    return model, {"input_ids": ids, "attention_mask": mask, "labels": ids.clone()}
 
 
 def written_devices(captured: CapturedGraph) -> list[str]:

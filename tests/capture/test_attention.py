@@ -2,74 +2,60 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 from gpp_benchmarks._attention_models import FAMILIES, PADDINGS, Size, build_family
 from gpp_plugin.capture.export import capture_model
-from tests.capture.attention_calls import WholeStage, eager_loss, recorded_attention
+from tests.capture.attention_calls import OneStage, recorded_attention
+from tests.capture.graphs import Calls
 
 SIZE = Size(layers=1)
 CASES = [(name, at) for name, family in FAMILIES.items() for at in ("none", "left")[: 1 + family.is_padded]]
-
-
-def _gradients(model: nn.Module, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(("name", "captured_at"), CASES)
 def test_calls_losses_and_gradients_equal_eagers(name: str, captured_at: str) -> None:
     # captured with one padding, run with each: what attention is called with, the loss, every gradient
     model, make_batch = build_family(name, SIZE)
-    stage = WholeStage(capture_model(model, make_batch(captured_at)), model)
-    eager = eager_loss(model)
+    stage = OneStage(model, make_batch(captured_at))
     for padding in PADDINGS if FAMILIES[name].is_padded else ("none",):
         batch = make_batch(padding)
+        own, own_gradients, found = stage.run(stage.code(batch), batch)
+        model.zero_grad()
         with recorded_attention() as wanted:
-            loss = eager(batch)
-        gradients = _gradients(model, loss)
-        stage.look_at(batch)
-        with recorded_attention() as found:
-            own = stage(batch)
+            loss = model(**batch).loss
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         assert found == wanted and wanted, padding
-        torch.testing.assert_close(own, loss, rtol=1e-6, atol=1e-6)
-        own_gradients = _gradients(model, own)
+        torch.testing.assert_close(own, loss.detach(), rtol=1e-6, atol=1e-6)
         assert own_gradients.keys() == gradients.keys()
         for key, gradient in gradients.items():
             assert (own_gradients[key] - gradient).norm() <= 1e-6 * max(gradient.norm(), 1e-2), (padding, key)
 
 
-class OwnMask(nn.Module):
-    """One attention whose mask the model makes itself."""
-
-    def __init__(self, make: str) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.make = make
-
-    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
-        """Return a loss of x [samples, 6, 4] and keep [samples, 6]."""
-        length = x.shape[1]
-        mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        if self.make == "causal":
-            mask = mask & keep.bool()[:, None, :]
-        elif self.make == "all":
-            mask = keep.bool()[:, None, :].expand(-1, length, -1)
-        elif self.make == "window":
-            mask = mask.triu(-2) & keep.bool()[:, None, :]
-        elif self.make == "written":
-            mask = mask.clone()
-            mask[0, 1] = True
-        elif self.make == "own values":
-            mask = mask & (x.mean(2) > -9.0)[:, None, :]
-        q = self.linear(x)
-        bias = (
-            torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -1e9) if self.make == "float" else mask
-        )
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=bias).square().mean()
+def own_mask(model: Any, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    """Return a loss of x [samples, 6, 4] and keep [samples, 6]: of one attention whose mask the model makes itself."""
+    length = x.shape[1]
+    mask = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
+    if model.make == "causal":
+        mask = mask & keep.bool()[:, None, :]
+    elif model.make == "all":
+        mask = keep.bool()[:, None, :].expand(-1, length, -1)
+    elif model.make == "window":
+        mask = mask.triu(-2) & keep.bool()[:, None, :]
+    elif model.make == "written":
+        mask = mask.clone()
+        mask[0, 1] = True
+    elif model.make == "own values":
+        mask = mask & (x.mean(2) > -9.0)[:, None, :]
+    q = model.linear(x)
+    if model.make == "float":
+        mask = torch.zeros_like(mask, dtype=x.dtype).masked_fill(~mask, -1e9)
+    return torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask).square().mean()
 
 
 @pytest.mark.parametrize(
@@ -86,7 +72,7 @@ class OwnMask(nn.Module):
 )
 def test_masks_are_known_by_their_values(make: str, found: list[tuple[frozenset[str], bool]]) -> None:
     batch = {"x": torch.randn(2, 6, 4), "keep": torch.ones(2, 6, dtype=torch.int64)}
-    captured = capture_model(OwnMask(make), batch)
+    captured = capture_model(Calls(own_mask, linear=nn.Linear(4, 4), make=make), batch)
     assert [(mask.inputs, mask.is_causal) for mask in captured.masks.values()] == found
     assert captured.analysis.unpadded == tuple(sorted({key for inputs, _ in found for key in inputs}))
 

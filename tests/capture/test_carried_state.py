@@ -24,7 +24,7 @@ from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import CarriedState, StateTensor
 from gpp_plugin.ir.block_graph import CARRIED as CARRIED_PREFIX
 from gpp_plugin.ir.block_graph import is_carried
-from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, copy_model
+from tests.capture.graphs import compared
 from tests.carried_models import (
     CARRIED,
     REFUSED,
@@ -40,15 +40,6 @@ from tests.carried_models import (
     Stashing,
     make_batch,
 )
-
-CPU = torch.device("cpu")
-
-
-def compared(model: nn.Module, batch: dict[str, Any]) -> Comparison:
-    twin = copy_model(model, device=CPU)
-    return compare_capture(
-        capture_model(model, batch), twin, batch, call=lambda module, entries: module(**entries)
-    )
 
 
 @pytest.mark.parametrize("make", CARRIED)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import networkx as nx
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
-from tests.capture.graphs import captured
+from tests.capture.graphs import Calls, captured
 from tests.models import MODELS
 from tests.waits import run_program
 
@@ -193,44 +194,31 @@ def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:
     )
 
 
-class _Glue(nn.Module):
+def _glue(model: Any, x: Tensor) -> Tensor:
     """Own code before, between and after: forks must stay forks."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem = nn.Linear(4, 4)
-        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x):
-        hidden = torch.tanh(self.stem(x * 2))
-        left = torch.sin(self.left(hidden))
-        right = torch.cos(self.right(hidden))
-        return (left * right * self.scale).mean()
+    hidden = torch.tanh(model.stem(x * 2))
+    return (torch.sin(model.left(hidden)) * torch.cos(model.right(hidden)) * model.scale).mean()
 
 
 def test_glue_does_not_join_branches() -> None:
-    graph = coarsen(capture_model(_Glue(), {"x": torch.randn(2, 4)}))
+    linears = {name: nn.Linear(4, 4) for name in ("stem", "left", "right")}
+    model = Calls(_glue, **linears, scale=nn.Parameter(torch.ones(4)))
+    graph = coarsen(capture_model(model, {"x": torch.randn(2, 4)}))
     assert _names(graph) == ["stem", "left", "right", "loss"]
     assert not nx.has_path(graph.digraph(), "left", "right")
     assert not nx.has_path(graph.digraph(), "right", "left")
     assert {n.split(".")[-1] for n in graph.block("stem").nodes} == {"linear", "tanh"}
 
 
-class _Again(nn.Module):
+def _again(model: Any, x: Tensor) -> Tensor:
     """A layer that runs twice with another in between: its block is split, not made cyclic."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x):
-        first, second = self.layers
-        return first(second(first(x))).pow(2).mean()
+    first, second = model.layers
+    return first(second(first(x))).pow(2).mean()
 
 
 def test_recurring_layers_are_split_and_tied() -> None:
-    graph = coarsen(capture_model(_Again(), {"x": torch.randn(2, 4)}))
+    model = Calls(_again, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    graph = coarsen(capture_model(model, {"x": torch.randn(2, 4)}))
     assert _names(graph) == ["layers.0", "layers.1", "layers.0#2"]
     assert graph.tied == {f"layers.0.{p}": ("layers.0", "layers.0#2") for p in ("weight", "bias")}
 

@@ -27,6 +27,7 @@ from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.capture import fake_cuda
+from tests.capture.graphs import Calls
 from tests.capture.placement_checks import FAMILIES, make_part, stage_codes, written_devices
 from tests.waits import run_program
 
@@ -67,21 +68,18 @@ def test_captured_on_its_own_device_a_rank_computes_forward_and_backward_there(t
     assert [answer for answer in answers if answer[1]] == []
 
 
-class Constants(torch.nn.Module):
-    """Makes a table, and positions, while it is traced."""
+def constants() -> torch.nn.Module:
+    """Return a model that makes a table, and positions, while it is traced."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return a number; ``x`` is (samples, 4)."""
+    def run(model: Any, x: torch.Tensor) -> torch.Tensor:
         table = torch.tensor([1.0, 2.0, 3.0, 4.0])
-        return (self.linear(x) * table + torch.arange(4, device=x.device)).mean()
+        return (model.linear(x) * table + torch.arange(4, device=x.device)).mean()
+
+    return Calls(run, linear=torch.nn.Linear(4, 4))
 
 
 def test_a_constant_lies_where_the_code_computes() -> None:
-    captured = capture_model(Constants(), {"x": torch.randn(2, 4)}, device="cuda:0")
+    captured = capture_model(constants(), {"x": torch.randn(2, 4)}, device="cuda:0")
     assert captured.constants, "the table is a constant of the graph"
     for index in (0, 5):
         elsewhere = dataclasses.replace(captured, device=torch.device("cuda", index))
@@ -89,7 +87,7 @@ def test_a_constant_lies_where_the_code_computes() -> None:
 
 
 def test_what_computes_on_the_cpu_on_purpose_stays_there() -> None:
-    captured = capture_model(Constants(), {"x": torch.randn(2, 4)})
+    captured = capture_model(constants(), {"x": torch.randn(2, 4)})
     nodes = [node.name for node in captured.op_graph.nodes]
     elsewhere = dataclasses.replace(captured, device=torch.device("meta"))
     code = build_stage_function(elsewhere, nodes, [str(captured.op_graph.loss)]).code
@@ -97,7 +95,7 @@ def test_what_computes_on_the_cpu_on_purpose_stays_there() -> None:
 
 
 def test_an_analysis_for_another_type_of_device_is_refused() -> None:
-    model, batch = Constants(), {"x": torch.randn(2, 4)}
+    model, batch = constants(), {"x": torch.randn(2, 4)}
     analysis = capture_model(model, batch).analysis
     with pytest.raises(ValueError, match=r"device is cuda:1, .* analysed for cpu; use one type"):
         recapture(model, analysis, batch, device="cuda:1")
@@ -114,7 +112,7 @@ def test_what_was_measured_on_one_device_is_found_from_another(
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     monkeypatch.setattr(CostStore, "find_or_measure", find_or_measure)
-    model, batch = Constants(), {"x": torch.randn(2, 4)}
+    model, batch = constants(), {"x": torch.randn(2, 4)}
     for index in (0, 3):
         captured = capture_model(model, batch, device=f"cuda:{index}")
         state: dict[str, torch.Tensor] = dict(model.named_parameters())

@@ -15,24 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall, extract_tensors, insert_tensors
-from gpp_plugin.capture.eager.padded_records import RecordKeys, cut_records, pad_records
 from gpp_plugin.capture.eager.trial_run import CheckedOnCpu, refuse_lost_device, with_culprit
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.meta_copy import make_meta_copy
+from gpp_plugin.capture.tracing.sample_batches import RecordKeys, cut_records, pad_records
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.runtime.batches import join_batches
-from tests.capture.graphs import assert_is_model, run_graph, run_nodes, sources
+from tests.capture.graphs import Calls, assert_is_model, run_graph, run_nodes, sources
 from tests.eager_models import MODELS, Adversarial, Routed, build_eager, reverse, vectors
 from tests.reference import assert_near, loss_of
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -61,8 +57,8 @@ def test_a_reversed_gradient_keeps_its_sign_and_cuts_by_samples() -> None:
     found = run_graph(capture, model, make_batch(4))[capture.op_graph.loss]
     found.backward()
     loss_of(plain(**make_batch(4))).backward()
-    first = "encoder.0.0.weight"
-    assert not torch.allclose(gradients(model)[first], gradients(plain)[first], rtol=0.1)
+    first, other = (each.encoder[0][0].weight.grad for each in (model, plain))
+    assert not torch.allclose(first, other, rtol=0.1)
 
 
 def test_a_backward_that_mixes_samples_is_found_out() -> None:
@@ -136,77 +132,38 @@ def test_blocks_run_one_by_one_on_their_own_tensors() -> None:
     assert_near({"loss": values[capture.op_graph.loss]}, {"loss": loss_of(copy.deepcopy(model)(**batch))})
 
 
-class _Counts(nn.Module):
+def _counts(model: Any, x: Tensor) -> Any:
     """Returns as many rows as values say, or a number of its own."""
-
-    def __init__(self, *, number: bool) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.number = number
-
-    def forward(self, x: Tensor) -> Any:
-        kept = self.linear(x)[(x[:, 0] > 0.0)]
-        if self.number:
-            return self.linear(x), int((x[:, 0] > 0.0).sum())
-        return kept
+    is_kept = x[:, 0] > 0.0
+    return (model.linear(x), int(is_kept.sum())) if model.number else (model.linear(x)[is_kept], 1)
 
 
-class _Reads(nn.Module):
-    def __init__(self, *, number: bool) -> None:
-        super().__init__()
-        self.counts = _Counts(number=number)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        found = self.counts(x)
-        hidden, number = found if isinstance(found, tuple) else (found, 1)
-        return (hidden.square().mean() * number).sum() + y.mean()
+def _reads(model: Any, x: Tensor, y: Tensor) -> Tensor:
+    hidden, number = model.counts(x)
+    return (hidden.square().mean() * number).sum() + y.mean()
 
 
 @pytest.mark.parametrize("number", [False, True])
 def test_results_that_depend_on_values_are_refused_when_they_change(number: bool) -> None:
     batch = {**vectors(4), "x": torch.ones(4, 8)}
-    model = _Reads(number=number)
+    model = Calls(_reads, counts=Calls(_counts, linear=nn.Linear(8, 8), number=number))
     capture = capture_model(model, batch, eager=["counts"])
     assert_is_model(capture, model, batch, prepared=prepare_batch(model, batch))
     batch["x"][0] = -1.0
     with pytest.raises(
-        RuntimeFailure, match=r"counts \(_Counts\), which runs as it is, returned .* and was captured with"
+        RuntimeFailure, match=r"counts \(Calls\), which runs as it is, returned .* and was captured with"
     ):
         run_graph(capture, model, batch)
 
 
 def test_a_model_that_fails_itself_is_refused_by_its_first_failure() -> None:
-    class Whole(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return (x * y).mean() if self.scale > 0 else y.mean()
+    def scaled(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (x * y).mean() if model.scale > 0 else y.mean()
 
     with pytest.raises(
-        CaptureError, match=r"Whole cannot be captured at the model itself .*self.scale > 0.*torch.where"
+        CaptureError, match=r"Calls cannot be captured at the model itself .*model.scale > 0.*torch.where"
     ):
-        capture_model(Whole(), vectors(4))
-
-
-def test_a_mistake_in_a_module_is_told_as_it_is() -> None:
-    class Wrong(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x @ x.new_zeros(5, 2)
-
-    class Around(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wrong = Wrong()
-
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.wrong(x).mean()
-
-    with pytest.raises(
-        CaptureError, match=r"Around cannot be captured at wrong \(Wrong.*x.new_zeros\(5, 2\)"
-    ):
-        capture_model(Around(), vectors(4))
+        capture_model(Calls(scaled, scale=nn.Parameter(torch.ones(()))), vectors(4))
 
 
 class _Draws(nn.Module):
@@ -216,18 +173,11 @@ class _Draws(nn.Module):
         return x * random.random() * float(numpy.random.rand()) + torch.rand_like(x)
 
 
-class _Noisy(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.draws = _Draws()
-        self.linear = nn.Linear(8, 1)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return (self.linear(self.draws(x)) - y).square().mean()
-
-
 def test_generators_outside_torch_follow_torchs_and_are_left_alone() -> None:
-    model, batch = _Noisy(), vectors(4)
+    def noisy(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (model.linear(model.draws(x)) - y).square().mean()
+
+    model, batch = Calls(noisy, draws=_Draws(), linear=nn.Linear(8, 1)), vectors(4)
     random.seed(3)
     numpy.random.seed(3)
     states = random.getstate(), numpy.random.get_state()[1].copy(), torch.get_rng_state()
@@ -299,16 +249,13 @@ def test_functions_without_a_gradient_and_in_evaluation_are_traced_as_before() -
 
 
 def test_a_call_on_fake_tensors_keeps_as_much_as_a_real_one() -> None:
-    class Keeps(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.router = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    def keeps(model: Any, x: Tensor, y: Tensor) -> Tensor:
+        return model.router(x.tanh()).square().mean() + y.mean()
 
-        def forward(self, x: Tensor, y: Tensor) -> Tensor:
-            return self.router(x.tanh()).square().mean() + y.mean()
-
-    whole = capture_model(Keeps(), vectors(4), eager=["router"]).op_graph
-    traced = capture_model(Keeps(), vectors(4)).op_graph
+    router = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+    model = Calls(keeps, router=router)
+    whole = capture_model(model, vectors(4), eager=["router"]).op_graph
+    traced = capture_model(model, vectors(4)).op_graph
     assert sum(n.saved_bytes for n in whole.nodes) == sum(n.saved_bytes for n in traced.nodes)
     assert sum(n.flops for n in whole.nodes) == sum(n.flops for n in traced.nodes)
 
@@ -462,66 +409,48 @@ def test_what_a_hook_keeps_for_the_forward_is_traced_and_the_model_stays_as_it_i
     assert_is_model(capture, model, batch)
 
 
-class Mapped(nn.Module):
+def _mapped(model: Any, x: Tensor) -> Tensor:
     """Members of an ensemble through torch.func."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights = nn.Parameter(torch.randn(3, 4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.func.vmap(lambda weight: x @ weight)(self.weights).mean(0)
+    return torch.func.vmap(lambda weight: x @ weight)(model.weights).mean(0)
 
 
-class Penalty(nn.Module):
+def _penalty(model: Any, x: Tensor) -> Tensor:
     """A gradient that forward takes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.critic = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        middle = (0.5 * x.detach()).requires_grad_(True)
-        (gradient,) = torch.autograd.grad(self.critic(middle).sum(), middle, create_graph=True)
-        return gradient.norm(dim=1) - 1
+    middle = (0.5 * x.detach()).requires_grad_(True)
+    (gradient,) = torch.autograd.grad(model.critic(middle).sum(), middle, create_graph=True)
+    return gradient.norm(dim=1) - 1
 
 
-class Around(nn.Module):
-    """A part in a module of its own, or its forward as the model's."""
-
-    def __init__(self, part: nn.Module) -> None:
-        super().__init__()
-        self.first, self.part = nn.Linear(4, 4), part
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": self.part(self.first(x)).square().mean()}
+def _around(model: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": model.part(model.first(x)).square().mean()}
 
 
-class Inlined(Around):
-    def __init__(self, part: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.part = part
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        return {"loss": type(self.part).forward(self.part, x).square().mean()}
+def _inlined(model: Any, x: Tensor) -> dict[str, Tensor]:
+    return {"loss": model.part.function(model.part, x).square().mean()}
 
 
-@pytest.mark.parametrize("make", [Mapped, Penalty])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Calls(_mapped, weights=nn.Parameter(torch.randn(3, 4, 4))),
+        lambda: Calls(_penalty, critic=nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))),
+    ],
+)
 def test_transforms_and_gradients_of_forward_are_refused_in_the_model_and_run_in_a_part(make: Any) -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(4, 4)}
     with pytest.raises(
         CaptureError, match="move that part into a module of its own, which then runs as it is"
     ):
-        capture_model(Inlined(make()), batch)
-    model = Around(make())
+        capture_model(Calls(_inlined, part=make()), batch)
+    model = Calls(_around, first=nn.Linear(4, 4), part=make())
     capture = capture_model(model, batch)
     assert capture.analysis.eager == ("part",)
     assert_is_model(capture, model, batch)
 
 
 def test_torchscript_is_refused_by_name() -> None:
-    model = Around(torch.jit.script(nn.Linear(4, 4)))
+    model = Calls(_around, first=nn.Linear(4, 4), part=torch.jit.script(nn.Linear(4, 4)))
     with pytest.raises(
         CaptureError, match="part is TorchScript, which is not traced; use the module that it was made"
     ):

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,9 @@ from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, is_clearly_counted, resize_batch
 from gpp_plugin.capture.tracing.torch_export import TALKATIVE
 from gpp_plugin.errors import CaptureError
-from tests.capture.graphs import assert_is_model, captured, eager_loss, run_graph
+from tests.capture.graphs import Calls, assert_is_model, captured, run_graph
 from tests.models import MODELS, build
-from tests.reference import assert_near
+from tests.reference import assert_near, loss_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -45,7 +46,7 @@ def test_evaluation_graph_has_no_dropout_and_no_statistics(name: str) -> None:
     before = copy.deepcopy(dict(model.named_buffers()))
     batch = make_batch(2)
     with torch.no_grad():
-        expected = eager_loss(copy.deepcopy(model).eval(), batch)
+        expected = loss_of(copy.deepcopy(model).eval()(**batch))
         loss = run_graph(capture, model, batch)[capture.op_graph.loss]
     assert_near({"loss": loss}, {"loss": expected})
     assert not any(node.is_random for node in capture.op_graph.nodes)
@@ -92,27 +93,21 @@ def test_frozen_branch_carries_no_gradient() -> None:
     assert all(node.saved_bytes == 0 for node in graph.op_graph.nodes if node.module.startswith("left"))
 
 
-class _Quantised(nn.Module):
+def _quantised(model: Any, x: Tensor) -> Tensor:
     """A trained encoder whose output is looked up in a table: no gradient comes back to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.table = nn.Embedding(4, 4)
-        self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.encoder:
-            x = x + layer(x)
-        hidden = torch.zeros_like(x)
-        hidden[:, :2] = self.table(x.argmax(-1))[:, :2]  # read as ``hidden``, not as what writes it
-        for layer in self.decoder:
-            hidden = hidden + layer(hidden)
-        return hidden.pow(2).mean()
+    for layer in model.encoder:
+        x = x + layer(x)
+    hidden = torch.zeros_like(x)
+    hidden[:, :2] = model.table(x.argmax(-1))[:, :2]  # read as ``hidden``, not as what writes it
+    for layer in model.decoder:
+        hidden = hidden + layer(hidden)
+    return hidden.pow(2).mean()
 
 
 def test_a_tensor_that_no_gradient_comes_back_to_carries_none() -> None:
-    graph = capture_model(_Quantised(), {"x": torch.randn(4, 3, 4)})
+    towers = {name: nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for name in ("encoder", "decoder")}
+    model = Calls(_quantised, **towers, table=nn.Embedding(4, 4))
+    graph = capture_model(model, {"x": torch.randn(4, 3, 4)})
     takes = {
         node.module: node.output.requires_grad for node in graph.op_graph.nodes if node.output is not None
     }
@@ -160,7 +155,7 @@ def test_dtype_is_cast_before_tracing() -> None:
     batch["pixel_values"] = batch["pixel_values"].bfloat16()
     low = copy.deepcopy(model).bfloat16()
     loss = run_graph(capture, low, batch)[capture.op_graph.loss]
-    torch.testing.assert_close(loss, eager_loss(low, batch))
+    torch.testing.assert_close(loss, loss_of(low(**batch)))
 
 
 @pytest.mark.parametrize(
@@ -193,90 +188,60 @@ def test_what_was_exported_for_trials_is_the_recapture_of_another_export(name: s
     assert found.masks.keys() == anew.masks.keys()
 
 
-class Dropped(nn.Module):
+def _dropping(layerdrop: float) -> Any:
     """Layers that are dropped as in transformers before 5.23: a number is drawn and compared, also at probability 0."""
 
-    def __init__(self, layerdrop: float) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.layerdrop = layerdrop
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        for layer in self.layers:
-            if self.training and torch.rand([]) < self.layerdrop:
+    def run(model: Any, x: Tensor) -> dict[str, Tensor]:
+        for layer in model.layers:
+            if model.training and torch.rand([]) < model.layerdrop:
                 continue
             x = torch.tanh(layer(x))
         return {"loss": x.square().mean()}
 
+    return Calls(run, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), layerdrop=layerdrop)
+
 
 def test_layers_dropped_with_probability_zero_are_captured_and_others_refused() -> None:
-    model, batch = Dropped(0.0), {"x": torch.ones(2, 4)}
+    model, batch = _dropping(0.0), {"x": torch.ones(2, 4)}
     capture = capture_model(model, batch)
     assert sum("linear" in str(node.target) for node in capture.graph.nodes) == 2
     assert_is_model(capture, model, batch)
     assert type(model.layerdrop) is float, "the user's model is left alone"
     with pytest.raises(CaptureError, match="depends on tensor values"):
-        capture_model(Dropped(0.5), batch)
+        capture_model(_dropping(0.5), batch)
 
 
-@pytest.mark.parametrize("name", ["clip", "t5", "llava", "gpt2"])
-def test_other_sequence_length_keeps_the_blocks(name: str) -> None:
-    model, make_batch = build(name)
-    batch = {
-        k: torch.cat([v, v[:, -1:]], dim=1) if isinstance(v, torch.Tensor) and v.dim() == 2 else v
-        for k, v in make_batch(2).items()
-    }
-    again = recapture(model, captured(name).analysis, batch)
-    old, new = coarsen(captured(name)), coarsen(again)
-    assert [b.name for b in old.blocks] == [b.name for b in new.blocks]
-    assert [(e.src, e.dst, e.tensors) for e in old.edges] == [(e.src, e.dst, e.tensors) for e in new.edges]
-    assert_is_model(again, model, batch)
-
-
-class _Filled(nn.Module):
+def _filled(model: Any, x: Tensor) -> Tensor:
     """Makes logits full of a number and writes what it found into them, as GroundingDINO does."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.layers[0](x)
-        logits = torch.full((x.shape[0], 6), -5.0)
-        logits[:, :4] = found
-        return self.layers[1](logits[:, 1:5]).square().mean()
+    logits = torch.full((x.shape[0], 6), -5.0)
+    logits[:, :4] = model.layers[0](x)
+    return model.layers[1](logits[:, 1:5]).square().mean()
 
 
 def test_a_tensor_written_in_place_takes_the_gradient_of_what_was_written() -> None:
-    capture = capture_model(_Filled(), {"x": torch.randn(2, 4)})
+    model = Calls(_filled, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
+    capture = capture_model(model, {"x": torch.randn(2, 4)})
     (full,) = [node for node in capture.op_graph.nodes if node.target == "aten.full.default"]
     assert full.output is not None
     assert full.output.requires_grad, "who reads it on another rank sends its gradient back"
-    evaluated = capture_model(_Filled(), {"x": torch.randn(2, 4)}, training=False)
+    evaluated = capture_model(model, {"x": torch.randn(2, 4)}, training=False)
     assert not any(node.output is not None and node.output.requires_grad for node in evaluated.op_graph.nodes)
 
 
-class _FrozenRegion(nn.Module):
+def _frozen_region(model: Any, x: Tensor) -> Tensor:
     """A no_grad region with layers, BatchNorm and dropout inside, between trainable layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(4, 4)
-        self.encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        hidden = self.first(x)
-        with torch.no_grad():
-            frozen = hidden
-            for layer in self.encoder:
-                frozen = torch.dropout(torch.tanh(layer(frozen)), 0.2, self.training)
-        return (self.head(frozen) + hidden[:, :2]).pow(2).mean()
+    hidden = model.first(x)
+    with torch.no_grad():
+        frozen = hidden
+        for layer in model.encoder:
+            frozen = torch.dropout(torch.tanh(layer(frozen)), 0.2, model.training)
+    return (model.head(frozen) + hidden[:, :2]).pow(2).mean()
 
 
 def test_no_grad_regions_are_made_of_their_operators() -> None:
     torch.manual_seed(0)
-    model = _FrozenRegion()
+    encoder = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)])
+    model = Calls(_frozen_region, first=nn.Linear(4, 4), encoder=encoder, head=nn.Linear(4, 2))
     batch = {"x": torch.randn(4, 4)}
     capture = capture_model(model, batch)
     assert_is_model(capture, model, batch)
@@ -294,22 +259,9 @@ def test_no_grad_regions_are_made_of_their_operators() -> None:
     assert [spec.requires_grad for spec in crossing] == [False, False, False]
 
 
-class _Returns(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(4, 4), _Call(function))
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class _Call(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
+def _returning(function: Callable[[Tensor], Any]) -> nn.Module:
+    inner = nn.Sequential(nn.Linear(4, 4), Calls(lambda model, x: function(x)))
+    return Calls(lambda model, x: model.inner(x), inner=inner)
 
 
 @pytest.mark.parametrize(
@@ -317,14 +269,14 @@ class _Call(nn.Module):
     [
         (lambda x: x, ("has shape (2, 4)", "one number")),
         (lambda x: {"logits": x}, ("returned no loss", "labels=")),
-        (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (_Call", "x.new_zeros(5, 2)", "cannot be captured")),
+        (lambda x: (x @ x.new_zeros(5, 2)).sum(), ("inner.1 (Calls", "x.new_zeros(5, 2)", "cannot be captured")),
     ],
 )  # fmt: skip
 def test_errors_name_place_and_remedy(function, words, capsys, caplog, monkeypatch) -> None:
     for name in TALKATIVE:
         monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
     with pytest.raises(CaptureError) as error:
-        capture_model(_Returns(function), {"x": torch.randn(2, 4)})
+        capture_model(_returning(function), {"x": torch.randn(2, 4)})
     text = str(error.value)
     assert all(word in text for word in words), text
     assert "\n" not in text
@@ -353,7 +305,7 @@ def test_bad_batches_are_refused() -> None:
 
 
 def test_recapture_of_a_changed_structure_is_refused() -> None:
-    model = _Returns(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
+    model = _returning(lambda x: x.mean() if x.shape[1] == 3 else x.sigmoid().mean())
     model.inner[0] = nn.Identity()
     first = capture_model(model, {"x": torch.randn(2, 3)})
     with pytest.raises(
@@ -393,35 +345,25 @@ def test_seven_billion_parameters_on_meta_within_time_and_memory() -> None:
 
 
 def test_batch_keys_may_be_called_like_pythons_own_names() -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, input: Tensor, max: Tensor) -> dict[str, Tensor]:  # noqa: A002
-            return {"loss": (self.linear(input) * max).square().mean()}
+    def scaled(model: Any, input: Tensor, max: Tensor) -> dict[str, Tensor]:  # noqa: A002
+        return {"loss": (model.linear(input) * max).square().mean()}
 
     batch = {"input": torch.randn(4, 4), "max": torch.randn(4, 4)}
-    captured = capture_model(Scaled(), batch, training=True)
+    captured = capture_model(Calls(scaled, linear=nn.Linear(4, 4)), batch, training=True)
     assert sorted(captured.inputs.values()) == ["input", "max"]
     assert {spec.name for spec in captured.op_graph.inputs} == {"input", "max"}
 
 
 def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.drop, self.head = nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-            return {"loss": self.head(self.drop(self.norm(x))).square().mean()}
+    def normed(model: Any, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": model.head(model.drop(model.norm(x))).square().mean()}
 
     def is_in_train_mode(model: nn.Module) -> tuple[bool, bool]:
         capture = capture_model(model, {"x": torch.randn(4, 4)})
         nodes = list(capture.graph.nodes)
         return any(p.is_mutated for p in capture.op_graph.parameters), any("dropout" in n.name for n in nodes)
 
-    model = Normed()
+    model: Any = Calls(normed, norm=nn.BatchNorm1d(4), drop=nn.Dropout(0.5), head=nn.Linear(4, 1))
     assert is_in_train_mode(model) == (True, True)
     model.norm.eval()
     assert is_in_train_mode(model) == (False, True)
@@ -431,32 +373,24 @@ def test_modules_keep_their_modes_and_a_model_wholly_in_eval_trains() -> None:
 # ---- kinds of tensors, and batches in doubt ------------------------------------------------------------
 
 
-class _Kinds(nn.Module):
-    """A layer and a weight of some kind; ``reads`` makes a real number for each feature of it."""
-
-    def __init__(self, weight: Tensor, reads: Callable[[Tensor], Tensor], *, is_buffer: bool = False) -> None:
-        super().__init__()
-        self.layer, self.reads = nn.Linear(4, 4), reads
-        if is_buffer:
-            self.register_buffer("weight", weight)
-        else:
-            self.weight = nn.Parameter(
-                weight, requires_grad=weight.is_floating_point() or weight.is_complex()
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) * self.reads(self.weight)).square().mean()
+def _kinds(weight: Tensor, reads: Callable[[Tensor], Tensor], *, is_buffer: bool = False) -> nn.Module:
+    """Return a layer and a weight of some kind; ``reads`` makes a real number for each feature of it."""
+    trains = weight.is_floating_point() or weight.is_complex()
+    held = nn.Buffer(weight) if is_buffer else nn.Parameter(weight, requires_grad=trains)
+    return Calls(
+        lambda model, x: (model.layer(x) * reads(model.weight)).square().mean(),
+        layer=nn.Linear(4, 4),
+        weight=held,
+    )
 
 
-class _Branch(nn.Module):
-    """A branch that may be of another type, and casts to its own weight's."""
+def _branch(dtype: torch.dtype) -> nn.Module:
+    """Return a branch that may be of another type, and casts to its own weight's."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer, self.branch = nn.Linear(4, 4), nn.Linear(4, 4).to(dtype)
+    def run(model: Any, x: Tensor) -> Tensor:
+        return (model.layer(x) + model.branch(x.to(model.branch.weight.dtype)).float()).square().mean()
 
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.layer(x) + self.branch(x.to(self.branch.weight.dtype)).float()).square().mean()
+    return Calls(run, layer=nn.Linear(4, 4), branch=nn.Linear(4, 4).to(dtype))
 
 
 def _eight_bits() -> Tensor:
@@ -468,19 +402,19 @@ def _eight_bits() -> Tensor:
     ("refused", "words", "followed"),
     [
         (
-            lambda: _Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs),
+            lambda: _kinds(torch.randn(4, dtype=torch.cfloat), torch.abs),
             "weight: complex tensors",
-            lambda: _Kinds(torch.randn(4, 2), lambda w: torch.view_as_complex(w).abs()),
+            lambda: _kinds(torch.randn(4, 2), lambda w: torch.view_as_complex(w).abs()),
         ),
         (
-            lambda: _Branch(torch.float64),
+            lambda: _branch(torch.float64),
             "branch.weight and 1 more: float64 tensors",
-            lambda: _Branch(torch.float64).float(),
+            lambda: _branch(torch.float64).float(),
         ),
         (
-            lambda: _Kinds(_eight_bits(), torch.dequantize, is_buffer=True),
+            lambda: _kinds(_eight_bits(), torch.dequantize, is_buffer=True),
             "weight: quantized tensors",
-            lambda: _Kinds(_eight_bits().int_repr(), lambda w: w.float() * 0.1, is_buffer=True),
+            lambda: _kinds(_eight_bits().int_repr(), lambda w: w.float() * 0.1, is_buffer=True),
         ),
     ],
 )
@@ -497,63 +431,42 @@ def test_kinds_of_tensors_are_refused_and_the_advice_works(
 def test_other_kinds_are_trained() -> None:
     """A whole model in double precision becomes one of the job's; what takes no gradient may be complex or whole."""
     batch = {"x": torch.randn(2, 4)}
-    double = _Branch(torch.float64).double()
+    double = _branch(torch.float64).double()
     assert capture_model(double, batch, dtype=torch.float32).op_graph.loss
     double.layer.float()  # as a rank whose stage has this layer alone, when it captures the model for an evaluation
     assert capture_model(double, batch, dtype=torch.float32, training=False).op_graph.loss
-    _assert_same_gradients(_Kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
-    _assert_same_gradients(_Kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
+    _assert_same_gradients(_kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
+    _assert_same_gradients(_kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
 
 
 def _assert_same_gradients(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Hold a capture's loss, gradients and buffers against the model's own."""
-    capture = capture_model(model, batch, dtype=torch.float32)
-    own, alone = copy.deepcopy(model), copy.deepcopy(model)
-    given = {key: value.clone() for key, value in batch.items()}
-    loss = run_graph(capture, own, batch)[capture.op_graph.loss]
-    expected = alone(**given)
-    assert torch.equal(loss, expected)
-    loss.backward()
-    expected.backward()
-    for (name, ours), (_, theirs) in zip(own.named_parameters(), alone.named_parameters(), strict=True):
-        if theirs.grad is not None:
-            wanted = theirs.grad.to_dense() if theirs.grad.is_sparse else theirs.grad
-            assert ours.grad is not None and ours.grad.layout is torch.strided, name
-            torch.testing.assert_close(ours.grad, wanted, rtol=1e-6, atol=0.0)
+    assert_is_model(capture_model(model, batch, dtype=torch.float32), model, batch)
 
 
-class _SparseGradients(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Embedding(8, 4, sparse=True), nn.Parameter(torch.randn(8, 4))
-        self.bag = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        second = nn.functional.embedding(ids, self.second, sparse=True)
-        return (self.first(ids) * second + self.bag(ids).unsqueeze(1)).square().mean()
+def _sparse_gradients(model: Any, ids: Tensor) -> Tensor:
+    second = nn.functional.embedding(ids, model.second, sparse=True)
+    return (model.first(ids) * second + model.bag(ids).unsqueeze(1)).square().mean()
 
 
 def test_sparse_gradients_become_dense_ones_of_the_same_numbers() -> None:
-    _assert_same_gradients(_SparseGradients(), {"ids": torch.tensor([[1, 5, 1], [0, 7, 2]])})
+    first, second = nn.Embedding(8, 4, sparse=True), nn.Parameter(torch.randn(8, 4))
+    bag = nn.EmbeddingBag(8, 4, mode="sum", sparse=True)
+    model = Calls(_sparse_gradients, first=first, second=second, bag=bag)
+    _assert_same_gradients(model, {"ids": torch.tensor([[1, 5, 1], [0, 7, 2]])})
 
 
-class _WritesInput(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(1, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        early = self.first(x.sum(1, keepdim=True))
-        x[:, 1:] -= x.mean(1, keepdim=True)
-        labels[labels < 2] = -100
-        return nn.functional.cross_entropy(early + self.second(x.mul_(2.0)), labels)
+def _writes_input(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    early = model.first(x.sum(1, keepdim=True))
+    x[:, 1:] -= x.mean(1, keepdim=True)
+    labels[labels < 2] = -100
+    return nn.functional.cross_entropy(early + model.second(x.mul_(2.0)), labels)
 
 
 def test_forward_writes_into_copies_of_the_batch() -> None:
     """What reads the input before the write and behind it reads what the model does; the batch stays as it is."""
     batch = {"x": torch.randn(4, 4), "labels": torch.tensor([0, 1, 2, 3])}
     before = {key: value.clone() for key, value in batch.items()}
-    _assert_same_gradients(_WritesInput(), batch)
+    _assert_same_gradients(Calls(_writes_input, first=nn.Linear(1, 4), second=nn.Linear(4, 4)), batch)
     assert all(torch.equal(batch[key], before[key]) for key in batch)
 
 

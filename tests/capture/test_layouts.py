@@ -15,7 +15,7 @@ from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch, rows_per_sample
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from tests.capture.graphs import captured, run_graph, run_nodes, tensors_of
+from tests.capture.graphs import Calls, captured, run_graph, run_nodes, tensors_of
 from tests.models import MODELS, build
 
 
@@ -194,32 +194,26 @@ def test_merged_axis_never_crosses_blocks() -> None:
     assert [spec.layout.axis for spec in coarsen(capture).tensors.values()] == [1, 0]
 
 
-class _Writes(nn.Module):
+def _writes(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """In-place writes through views, a buffer that counts, and a write into an activation."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)])
-        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
-
-    def forward(self, ids):
-        shifted = ids.new_zeros(ids.shape)
-        shifted[:, 1:] = ids[:, :-1].clone()
-        shifted[:, 0] = 3
-        x = self.layers[0](self.embed(shifted))
-        mask = (shifted > 2).unsqueeze(-1)
-        y = self.layers[1](x)
-        y[:, 0] += 1.0
-        y.masked_fill_(mask, 0.5)
-        if self.training:
-            self.steps += 1
-        return self.layers[2](y * 2).pow(2).mean()
+    shifted = ids.new_zeros(ids.shape)
+    shifted[:, 1:] = ids[:, :-1].clone()
+    shifted[:, 0] = 3
+    x = model.layers[0](model.embed(shifted))
+    mask = (shifted > 2).unsqueeze(-1)
+    y = model.layers[1](x)
+    y[:, 0] += 1.0
+    y.masked_fill_(mask, 0.5)
+    if model.training:
+        model.steps += 1
+    return model.layers[2](y * 2).pow(2).mean()
 
 
 def test_writes_stay_with_what_reads_before_them() -> None:
     torch.manual_seed(0)
-    model = _Writes()
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    steps = nn.Buffer(torch.zeros((), dtype=torch.long))
+    model = Calls(_writes, embed=nn.Embedding(8, 4), layers=layers, steps=steps)
     ids = torch.randint(0, 8, (4, 5))
     capture = capture_model(model, {"ids": ids[:2]})
     nodes = {node.name: node for node in capture.op_graph.nodes}
@@ -239,14 +233,9 @@ def test_writes_stay_with_what_reads_before_them() -> None:
         assert all(len({b.name for b in blocks if set(c) & set(b.nodes)}) <= 1 for c in capture.clusters)
 
 
-class _Positions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Linear(2, 4)
-
-    def forward(self, x, images, positions, scale):
-        hidden = self.embed(x + positions) * scale
-        return hidden.mean() + self.embed(images).view(x.shape[0], 3, -1).mean()
+def _positions(model: Any, x: Any, images: Any, positions: Any, scale: Any) -> torch.Tensor:
+    hidden = model.embed(x + positions) * scale
+    return hidden.mean() + model.embed(images).view(x.shape[0], 3, -1).mean()
 
 
 def test_inputs_with_several_rows_a_sample_or_none() -> None:
@@ -265,7 +254,7 @@ def test_inputs_with_several_rows_a_sample_or_none() -> None:
     }  # fmt: skip
     assert torch.equal(resize_batch(batch, 6)["images"][12:], batch["images"][:6])
     batch.pop("mode")
-    graph = capture_model(_Positions(), batch).op_graph
+    graph = capture_model(Calls(_positions, embed=nn.Linear(2, 4)), batch).op_graph
     kinds = {s.name: (s.layout.kind.value, s.layout.rows_per_sample) for s in graph.inputs}
     assert kinds == {
         "x": ("batch", 1),
@@ -286,26 +275,21 @@ def test_unequal_rows_are_refused() -> None:
         resize_batch({"a": torch.zeros(4)}, 0)
 
 
-class _Branches(nn.Module):
+def _branches(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Tables by name, made in a loop over a set: Gemma 3's, which has another order in every process."""
-
-    def __init__(self):
-        super().__init__()
-        self.order = ["full", "sliding", "none"]
-        self.layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in self.order})
-        for place, name in enumerate(self.order):
-            self.register_buffer(f"{name}_table", torch.arange(4.0) + place)
-
-    def forward(self, x):
-        tables = {name: (x * getattr(self, f"{name}_table")).cos() for name in self.order}
-        for name in ("full", "sliding", "none"):
-            x = self.layers[name](x).contiguous() + tables[name]
-        return x.pow(2).mean()
+    tables = {name: (x * getattr(model, f"{name}_table")).cos() for name in model.order}
+    for name in ("full", "sliding", "none"):
+        x = model.layers[name](x).contiguous() + tables[name]
+    return x.pow(2).mean()
 
 
 def test_a_loop_of_another_order_is_the_same_graph() -> None:
     torch.manual_seed(0)
-    model, batch = _Branches(), {"x": torch.randn(4, 4)}
+    order = ["full", "sliding", "none"]
+    layers = nn.ModuleDict({name: nn.Linear(4, 4) for name in order})
+    tables = {f"{name}_table": nn.Buffer(torch.arange(4.0) + i) for i, name in enumerate(order)}
+    model: Any = Calls(_branches, order=order, layers=layers, **tables)
+    batch = {"x": torch.randn(4, 4)}
     capture = capture_model(model, {"x": batch["x"][:2]})
     wanted = float(model(**batch).detach())
     for order in (["sliding", "full", "none"], ["none", "sliding", "full"]):
@@ -318,28 +302,16 @@ def test_a_loop_of_another_order_is_the_same_graph() -> None:
         assert float(run_graph(again, model, batch)[again.op_graph.loss]) == pytest.approx(wanted, rel=1e-6)
 
 
-class _Counts(nn.Module):
+def _counts(model: Any, x: torch.Tensor) -> torch.Tensor:
     """Reads what it writes, before or after."""
-
-    def __init__(self):
-        super().__init__()
-        self.reads_first = True
-        self.layer = nn.Linear(4, 4)
-        self.register_buffer("state", torch.ones(4))
-
-    def forward(self, x):
-        x = self.layer(x)
-        if self.reads_first:
-            y = x * self.state
-            self.state.mul_(0.5)
-        else:
-            self.state.mul_(0.5)
-            y = x * self.state
-        return y.pow(2).mean()
+    x = model.layer(x)
+    y = x * model.state if model.reads_first else None
+    model.state.mul_(0.5)
+    return (x * model.state if y is None else y).pow(2).mean()
 
 
 def test_a_read_and_a_write_do_not_change_places() -> None:
-    model = _Counts()
+    model: Any = Calls(_counts, reads_first=True, layer=nn.Linear(4, 4), state=nn.Buffer(torch.ones(4)))
     capture = capture_model(model, {"x": torch.randn(2, 4)})
     model.reads_first = False
     with pytest.raises(CaptureError, match="the graph changed"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from gpp_benchmarks._attention_models import Batch, Size, build_family
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.model.graph import captured_part
-from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
-from gpp_plugin.runtime.batches import ones_among
-from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
-from tests.capture.attention_calls import recorded_attention
+from gpp_plugin.runtime.stage_module import StageCode
+from tests.capture.attention_calls import OneStage
+from tests.capture.graphs import Calls, counted_exports
 from tests.reference import assert_near
 
 SIZE = Size(layers=1, length=16)
@@ -27,47 +24,6 @@ LENGTHS = {
     "bert": (12, 9, 14, 7), "whisper": (12, 9, 14, 7), "llava": (28, 31, 26, 29),
 }  # fmt: skip
 """Captured at the first of them; a text's images are among the first 24 tokens of llava's 32."""
-
-
-class OneStage:
-    """A model as the code of one stage, as a lane asks for it."""
-
-    def __init__(self, model: nn.Module, batch: Batch) -> None:
-        self.model = model
-        self.part: CapturedPart = whole_part(model, batch)
-        self.samples = count_samples(batch)
-        captured = self.part.capture(batch, is_training=True)
-        self.reference: Reference = make_reference(captured.analysis, "layer")
-        blocks = tuple(block.name for block in self.reference.block_graph.blocks)
-        stage = SimpleNamespace(name="all", blocks=blocks, memory=None, tensor=1)
-        # all tensors between blocks are told, as if each came to the stage
-        told = SimpleNamespace(
-            src=1, dst=0, batch_tensors=tuple(self.reference.block_graph.tensors), whole_tensors=()
-        )
-        self.plan: Any = SimpleNamespace(edges=(told,), stages=(stage,))
-
-    def code(self, batch: Batch) -> StageCode:
-        return self.part.stage_code(self.reference, self.plan, 0, batch, self.samples)
-
-    def recaptured(self, batch: Batch) -> StageCode:
-        """Return code captured at this shape alone."""
-        part = whole_part(self.model, batch)
-        return part.stage_code(self.reference, self.plan, 0, batch, self.samples)
-
-    def run(self, code: StageCode, batch: Batch) -> tuple[Tensor, dict[str, Tensor], list[Any]]:
-        """Return the loss, every gradient, and how attention was called."""
-        function, model = code.function, self.model
-        named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-        if function.choice is not None:
-            function.choice.use(ones_among(batch, function.choice.inputs))
-        model.zero_grad(set_to_none=True)
-        inputs = [batch[key] for key in function.batch_inputs]
-        with recorded_attention() as calls:
-            outputs = function.call(*(named[name] for name in function.tensors), *inputs)
-        loss = outputs[function.outputs.index(str(code.loss))]
-        loss.backward()
-        found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return loss.detach(), found, calls
 
 
 def cut(batch: Batch, length: int) -> Batch:
@@ -88,29 +44,15 @@ def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
-def count_exports(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
-    counted: list[int] = []
-    export = torch.export.export
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        counted.append(1)
-        return export(*args, **kwargs)
-
-    monkeypatch.setattr(torch.export, "export", counting)
-    return lambda: len(counted)
-
-
 @pytest.mark.parametrize("name", sorted(LENGTHS))
-def test_code_at_a_length_is_that_of_a_capture_there(
-    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_code_at_a_length_is_that_of_a_capture_there(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model, make_batch = build_family(name, SIZE)
     first, *others = LENGTHS[name]
     stage = OneStage(model, cut(make_batch("left"), first))
     stage.code(cut(make_batch("left"), first))
-    exports = count_exports(monkeypatch)
-    codes = {length: stage.code(cut(make_batch("left"), length)) for length in others}
-    assert exports() == 1, "one for all lengths"
+    with counted_exports() as exports:
+        codes = {length: stage.code(cut(make_batch("left"), length)) for length in others}
+    assert len(exports) == 1, "one for all lengths"
     assert all(code.is_for_lengths for code in codes.values())
     assert not warnings_in(caplog)
     for length in others:
@@ -189,15 +131,10 @@ def test_a_length_at_which_the_model_is_another_is_refused(caplog: pytest.LogCap
 def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4)
+    def scaled(model: Any, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": model.layer(x).square().mean() * [1.0, 2.0][int(x.shape[1]) % 2]}
 
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            return {"loss": self.layer(x).square().mean() * [1.0, 2.0][int(x.shape[1]) % 2]}
-
-    stage = OneStage(Scaled(), _steps(5))
+    stage = OneStage(Calls(scaled, layer=nn.Linear(4, 4)), _steps(5))
     stage.code(_steps(5))
     for length in (6, 7, 8, 9, 10, 5):
         code = stage.code(_steps(length))
@@ -208,20 +145,12 @@ def test_a_length_that_python_takes_as_a_number_is_captured_by_itself(
     assert "pad sequences to a few lengths" in warning
 
 
-class Reader(nn.Module):
-    """Reads in Python how many tokens of its texts are marked, and takes a layer for each image it is told of."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(9, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
-        """Return a loss of ids [samples, length], of which marks are 1, and sizes [images]."""
-        hidden = self.embed(ids)
-        for size in sizes.tolist():
-            hidden = self.layers[size % 2](hidden) * size
-        return {"loss": hidden[ids == 1].square().mean() + hidden.mean()}
+def _reading(model: Any, ids: Tensor, sizes: Tensor) -> dict[str, Tensor]:
+    """Reads in Python how many tokens of its texts are marked by 1, and takes a layer for each image it is told of."""
+    hidden = model.embed(ids)
+    for size in sizes.tolist():
+        hidden = model.layers[size % 2](hidden) * size
+    return {"loss": hidden[ids == 1].square().mean() + hidden.mean()}
 
 
 def _marked(length: int, sizes: tuple[int, ...] = (2, 3)) -> WholeUnit:
@@ -233,8 +162,9 @@ def _marked(length: int, sizes: tuple[int, ...] = (2, 3)) -> WholeUnit:
 def test_lengths_are_symbols_beside_readings(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stage = OneStage(Reader(), _marked(5))
-    analysis, exports = stage.reference.analysis, count_exports(monkeypatch)
+    layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+    stage = OneStage(Calls(_reading, embed=nn.Embedding(9, 4), layers=layers), _marked(5))
+    analysis = stage.reference.analysis
     runs: list[int] = []
     read = captured_part.read_values
 
@@ -244,20 +174,14 @@ def test_lengths_are_symbols_beside_readings(
 
     monkeypatch.setattr(captured_part, "read_values", reading)
     found = []
-    for length, sizes in (
-        (5, (2, 3)),
-        (6, (2, 3)),
-        (9, (2, 3)),
-        (8, (4, 3)),
-        (7, (4, 3)),
-        (11, (4, 3)),
-        (4, (2, 3)),
-    ):
-        unit = _marked(length, sizes)
-        unit.readings = stage.part.readings(analysis, unit)
-        code = stage.code(unit)
-        _check_loss(stage, code, unit)
-        found.append((code.is_for_lengths, exports(), len(runs)))
+    kinds = [(5, (2, 3)), (6, (2, 3)), (9, (2, 3)), (8, (4, 3)), (7, (4, 3)), (11, (4, 3)), (4, (2, 3))]
+    with counted_exports() as exports:
+        for length, sizes in kinds:
+            unit = _marked(length, sizes)
+            unit.readings = stage.part.readings(analysis, unit)
+            code = stage.code(unit)
+            _check_loss(stage, code, unit)
+            found.append((code.is_for_lengths, len(exports), len(runs)))
     # of each kind of readings: one capture as it is, one with symbols; and two runs that tell that lengths do not matter
     assert found == [
         (False, 0, 1), (True, 1, 2), (True, 1, 2), (False, 2, 3), (True, 3, 4), (True, 3, 4), (True, 3, 4)
@@ -269,23 +193,17 @@ def test_lengths_are_symbols_beside_readings(
     assert stage.part.readings(analysis, unit) != stage.part.readings(analysis, _marked(9))
 
 
-class _Halves(nn.Module):
+def _halves(model: Any, x: Tensor) -> dict[str, Tensor]:
     """Fills a table by halves of its columns, as PegasusX does: each half is a slice of a slice of all rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        table = torch.zeros(x.shape[1], 4)
-        table[:, :2] = torch.sin(steps * torch.ones(2))
-        table[:, 2:] = torch.cos(steps * torch.ones(2))
-        return {"loss": self.layer(x + table).square().mean()}
+    steps = torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+    table = torch.zeros(x.shape[1], 4)
+    table[:, :2] = torch.sin(steps * torch.ones(2))
+    table[:, 2:] = torch.cos(steps * torch.ones(2))
+    return {"loss": model.layer(x + table).square().mean()}
 
 
 def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.LogCaptureFixture) -> None:
-    stage = OneStage(_Halves(), _steps(5))
+    stage = OneStage(Calls(_halves, layer=nn.Linear(4, 4)), _steps(5))
     stage.code(_steps(5))
     for length in (7, 4, 9):
         code = stage.code(_steps(length))
@@ -293,33 +211,27 @@ def test_a_slice_of_all_of_an_axis_is_left_out_before_another(caplog: pytest.Log
         _check_loss(stage, code, _steps(length))
 
 
-class Listed(nn.Module):
+def _listed(model: Any, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
     """Takes its images one by one, so that their number is one to it; its texts are of any length."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.image = nn.Embedding(9, 4), nn.Linear(4, 4)
-
-    def forward(self, ids: Tensor, images: Tensor) -> dict[str, Tensor]:
-        """Return a loss of ids [samples, length] and images [images, 1, 4]."""
-        images = torch.cat(list(self.image(images)[:, :1]))
-        return {"loss": self.embed(ids).square().mean() + images.square().mean()}
+    images = torch.cat(list(model.image(images)[:, :1]))
+    return {"loss": model.embed(ids).square().mean() + images.square().mean()}
 
 
 def test_a_number_of_images_that_python_takes_has_a_capture_for_all_texts(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def batch(length: int, images: int) -> Batch:
         return {"ids": torch.full((2, length), 5), "images": torch.randn(2 * images, 1, 4)}
 
-    stage = OneStage(Listed(), batch(5, 2))
+    model = Calls(_listed, embed=nn.Embedding(9, 4), image=nn.Linear(4, 4))
+    stage = OneStage(model, batch(5, 2))
     stage.code(batch(5, 2))
-    exports = count_exports(monkeypatch)
     found = []
-    for length, images in ((6, 1), (8, 1), (9, 2), (7, 2), (4, 1)):
-        code = stage.code(batch(length, images))
-        _check_loss(stage, code, batch(length, images))
-        found.append(code.is_for_lengths)
+    with counted_exports() as exports:
+        for length, images in ((6, 1), (8, 1), (9, 2), (7, 2), (4, 1)):
+            code = stage.code(batch(length, images))
+            _check_loss(stage, code, batch(length, images))
+            found.append(code.is_for_lengths)
     assert all(found), found
-    assert exports() <= 4, "at most two tries for a number of images"
+    assert len(exports) <= 4, "at most two tries for a number of images"
     assert not warnings_in(caplog)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,81 +15,41 @@ from torch import Tensor, nn
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.errors import CaptureError
-from tests.capture.graphs import assert_is_model, run_graph
+from tests.capture.graphs import Calls, assert_is_model, run_graph
 from tests.ranks import run_kept_ranks
 
 
-class Scaled(nn.Module):
-    """A linear layer whose result is scaled by what ``_factor`` says."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def _factor(self) -> Any:
-        return 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (self.inner(x) * self._factor()).square().mean()
+def scaled(factor: Callable[[Any], Any] = lambda model: 1.0, **held: Any) -> nn.Module:
+    """Return a linear layer whose result is scaled by what ``factor`` makes of the module."""
+    return Calls(
+        lambda model, x: (model.inner(x) * factor(model)).square().mean(), inner=nn.Linear(4, 4), **held
+    )
 
 
-class Wrapped(nn.Module):
-    """A model whose scaled layer is one level down."""
-
-    def __init__(self, tower: nn.Module) -> None:
-        super().__init__()
-        self.tower = tower
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss: Tensor = self.tower(x)
-        return loss
+def wrapped(tower: nn.Module) -> nn.Module:
+    """Return a model whose scaled layer is one level down."""
+    return Calls(lambda model, x: model.tower(x), tower=tower)
 
 
-class PythonDraw(Scaled):
-    def _factor(self) -> Any:
-        return random.gauss(1.0, 0.1)
+def torch_draw(model: Any) -> Any:
+    with torch.utils._python_dispatch._disable_current_modes():
+        return torch.rand(4)
 
 
-class NumpyDraw(Scaled):
-    def _factor(self) -> Any:
-        return float(np.random.choice([1.0, 2.0, 3.0]))
+def seeded(model: Any) -> Any:
+    """Draw the same numbers in every call, as BigBird's random attention does."""
+    np.random.seed(7)
+    return float(np.random.permutation(5)[0] + 1)
 
 
-class NumpyOwnDraw(Scaled):
-    def __init__(self) -> None:
-        super().__init__()
-        self.noise = np.random.default_rng(3)
+def layer_drop(layerdrop: float) -> nn.Module:
+    """Return a layer that is skipped where a drawn number says so, as MusicGen does."""
 
-    def _factor(self) -> Any:
-        return float(self.noise.normal())
-
-
-class TorchDraw(Scaled):
-    def _factor(self) -> Any:
-        with torch.utils._python_dispatch._disable_current_modes():
-            return torch.rand(4)
-
-
-class LayerDrop(Scaled):
-    """Skips its layer where a drawn number says so, as MusicGen does."""
-
-    def __init__(self, layerdrop: float) -> None:
-        super().__init__()
-        self.layerdrop = layerdrop
-        self.outer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def run(model: Any, x: Tensor) -> Any:
         layerdrop_draw = random.uniform(0, 1)
-        hidden = x if layerdrop_draw < self.layerdrop else self.inner(x)
-        return self.outer(hidden).square().mean()
+        return model.outer(x if layerdrop_draw < model.layerdrop else model.inner(x)).square().mean()
 
-
-class Seeded(Scaled):
-    """Draws the same numbers in every call, as BigBird's random attention does."""
-
-    def _factor(self) -> Any:
-        np.random.seed(7)
-        return float(np.random.permutation(5)[0] + 1)
+    return Calls(run, layerdrop=layerdrop, inner=nn.Linear(4, 4), outer=nn.Linear(4, 4))
 
 
 def states() -> list[Any]:
@@ -98,11 +59,19 @@ def states() -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "what", "source"),
     [
-        (PythonDraw, "Python's random", "random.gauss(1.0, 0.1)"),
-        (NumpyDraw, "numpy.random", "np.random.choice([1.0, 2.0, 3.0])"),
-        (NumpyOwnDraw, "tower.noise", "self.noise.normal()"),
-        (TorchDraw, "torch's CPU generator, outside the graph,", "torch.rand(4)"),
-        (lambda: LayerDrop(0.1), "Python's random", "random.uniform(0, 1)"),
+        (lambda: scaled(lambda model: random.gauss(1.0, 0.1)), "Python's random", "random.gauss(1.0, 0.1)"),
+        (
+            lambda: scaled(lambda model: float(np.random.choice([1.0, 2.0, 3.0]))),
+            "numpy.random",
+            "np.random.choice([1.0, 2.0, 3.0])",
+        ),
+        (
+            lambda: scaled(lambda model: float(model.noise.normal()), noise=np.random.default_rng(3)),
+            "tower.noise",
+            "model.noise.normal()",
+        ),
+        (lambda: scaled(torch_draw), "torch's CPU generator, outside the graph,", "torch.rand(4)"),
+        (lambda: layer_drop(0.1), "Python's random", "random.uniform(0, 1)"),
     ],
 )
 def test_a_number_drawn_outside_the_graph_is_refused_by_module_and_line(
@@ -112,7 +81,7 @@ def test_a_number_drawn_outside_the_graph_is_refused_by_module_and_line(
     batch = {"x": torch.randn(4, 4)}
     before = states()
     with pytest.raises(CaptureError) as caught:
-        capture_model(Wrapped(tower), batch)
+        capture_model(wrapped(tower), batch)
     assert states() == before
     text = str(caught.value)
     assert f"tower ({type(tower).__name__}, test_outside.py:" in text
@@ -120,9 +89,9 @@ def test_a_number_drawn_outside_the_graph_is_refused_by_module_and_line(
     assert "\n" not in text
 
 
-@pytest.mark.parametrize("make", [lambda: LayerDrop(0.0), Seeded, Scaled])
+@pytest.mark.parametrize("make", [lambda: layer_drop(0.0), lambda: scaled(seeded), scaled])
 def test_draws_without_effect_are_no_reason(make: Any) -> None:
-    model = Wrapped(make())
+    model = wrapped(make())
     batch, other = {"x": torch.randn(4, 4)}, {"x": torch.randn(8, 4)}
     before = states()
     found = capture_model(model, batch)
@@ -184,19 +153,11 @@ def test_the_model_sees_no_process_group() -> None:
     assert not [target for target in targets if "gather" in target or "cat" in target]
 
 
-class Detached(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x).detach().square().mean()
-
-
 def test_a_loss_that_needs_no_gradient_is_refused_in_training() -> None:
     batch = {"x": torch.randn(4, 4)}
-    with pytest.raises(CaptureError, match="loss of Detached needs no gradient.* 2 of its 2 parameters"):
-        capture_model(Detached(), batch)
+    detached = Calls(lambda model, x: model.inner(x).detach().square().mean(), inner=nn.Linear(4, 4))
+    with pytest.raises(CaptureError, match="loss of Calls needs no gradient.* 2 of its 2 parameters"):
+        capture_model(detached, batch)
     with pytest.raises(CaptureError, match="0 of its 2 parameters take one; unfreeze"):
-        capture_model(Wrapped(Scaled()).requires_grad_(False), batch)
-    assert capture_model(Detached(), batch, training=False).op_graph.loss is not None
+        capture_model(wrapped(scaled()).requires_grad_(False), batch)
+    assert capture_model(detached, batch, training=False).op_graph.loss is not None

@@ -8,29 +8,21 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.analysis import Sharding, TensorShard
+from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.block_graph import BlockSharding
-from tests.models import TEXT_LENGTH, build
-
-
-def captured(name: str) -> CapturedGraph:
-    model, make_batch = build(name)
-    return capture_model(model, make_batch(2))
-
-
-def regions_by_parameters(sharding: Sharding) -> dict[frozenset[str], Any]:
-    return {frozenset(p.name for p in region.parameters): region for region in sharding.regions}
+from tests.capture.graphs import Calls, captured
+from tests.models import TEXT_LENGTH
 
 
 def test_attention_of_grouped_heads_and_a_gated_mlp():
     graph = captured("llama")
-    regions = regions_by_parameters(graph.analysis.sharding)
-    first = next(r for own, r in regions.items() if "model.layers.0.self_attn.q_proj.weight" in own)
-    second = next(r for own, r in regions.items() if "model.layers.0.mlp.up_proj.weight" in own)
     attention = "model.layers.0.self_attn"
+    first, second = (
+        next(r for r in graph.analysis.sharding.regions if weight in {p.name for p in r.parameters})
+        for weight in (f"{attention}.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
+    )
     assert {p.name: (p.axis, p.parts) for p in first.parameters} == {
         f"{attention}.q_proj.weight": (0, (32,)),
         f"{attention}.k_proj.weight": (0, (16,)),
@@ -99,25 +91,22 @@ def test_a_vocabulary_is_shared_out_with_all_that_read_its_weight():
     assert (own.forward_sums, own.forward_sum_bytes) == (2, 3 * 4 * 2 * TEXT_LENGTH)
 
 
-class Odd(nn.Module):
-    """An operator between two linear ones that mixes features."""
+def odd(kind: str) -> nn.Module:
+    """Return a module with an operator between two linear ones that mixes features."""
 
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        inner = self.up(x)
-        if self.kind == "cumsum":
+    def run(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inner = model.up(x)
+        if kind == "cumsum":
             inner = inner.cumsum(-1)
-        if self.kind == "softmax":
+        if kind == "softmax":
             inner = inner.softmax(-1)
-        if self.kind == "dropout":
+        if kind == "dropout":
             inner = nn.functional.dropout1d(inner)
-        if self.kind == "twice":
-            inner = torch.relu(inner) + nn.functional.linear(x, self.down.weight.t())
-        return ((self.down(torch.relu(inner)) - labels) ** 2).mean()
+        if kind == "twice":
+            inner = torch.relu(inner) + nn.functional.linear(x, model.down.weight.t())
+        return ((model.down(torch.relu(inner)) - labels) ** 2).mean()
+
+    return Calls(run, up=nn.Linear(4, 8), down=nn.Linear(8, 4))
 
 
 @pytest.mark.parametrize(
@@ -131,7 +120,7 @@ class Odd(nn.Module):
 )
 def test_what_is_in_the_way_is_named(kind, operator):
     sharding = capture_model(
-        Odd(kind), {"x": torch.randn(4, 3, 4), "labels": torch.randn(4, 3, 4)}
+        odd(kind), {"x": torch.randn(4, 3, 4), "labels": torch.randn(4, 3, 4)}
     ).analysis.sharding
     assert sharding.regions == ()
     assert operator in next(each for each in sharding.whole).reason
@@ -139,37 +128,31 @@ def test_what_is_in_the_way_is_named(kind, operator):
 
 def test_a_plain_pair_is_shared_out():
     sharding = capture_model(
-        Odd("none"), {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
+        odd("none"), {"x": torch.randn(4, 4), "labels": torch.randn(4, 4)}
     ).analysis.sharding
     (region,) = sharding.regions
     assert region.size == 8 and region.shared == ()  # nobody asks for the gradient of the batch
 
 
-class FoldedHeads(nn.Module):
+def folded_heads(model: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Attention by matrices, one a sample and head, with a bias by key."""
+    samples, length, _ = x.shape
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v, self.o = (nn.Linear(8, 8) for _ in range(4))
+    def heads(y: torch.Tensor) -> torch.Tensor:
+        return y.view(samples, length, 4, 2).transpose(1, 2).reshape(samples * 4, length, 2)
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        samples, length, _ = x.shape
-
-        def heads(y: torch.Tensor) -> torch.Tensor:
-            return y.view(samples, length, 4, 2).transpose(1, 2).reshape(samples * 4, length, 2)
-
-        bias = mask.view(samples, 1, 1, length).expand(-1, 4, -1, -1).reshape(samples * 4, 1, length)
-        scores = torch.bmm(heads(self.q(x)), heads(self.k(x)).transpose(1, 2)) + bias
-        made = torch.bmm(scores.softmax(-1), heads(self.v(x)))
-        made = made.view(samples, 4, length, 2).transpose(1, 2).reshape(samples, length, 8)
-        return (self.o(made) ** 2).mean()
+    bias = mask.view(samples, 1, 1, length).expand(-1, 4, -1, -1).reshape(samples * 4, 1, length)
+    scores = torch.bmm(heads(model.q(x)), heads(model.k(x)).transpose(1, 2)) + bias
+    made = torch.bmm(scores.softmax(-1), heads(model.v(x)))
+    made = made.view(samples, 4, length, 2).transpose(1, 2).reshape(samples, length, 8)
+    return (model.o(made) ** 2).mean()
 
 
 def test_what_is_shared_out_is_the_same_from_a_batch_of_one_sample():
     torch.manual_seed(0)
+    model = Calls(folded_heads, **{name: nn.Linear(8, 8) for name in "qkvo"})
     one, two = (
-        capture_model(FoldedHeads(), {"x": torch.randn(n, 5, 8), "mask": torch.randn(n, 5)}).analysis
-        for n in (1, 2)
+        capture_model(model, {"x": torch.randn(n, 5, 8), "mask": torch.randn(n, 5)}).analysis for n in (1, 2)
     )
     assert one.means == two.means == ()  # both know where samples lie
     assert one.sharding == two.sharding

@@ -18,7 +18,7 @@ from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
 from gpp_plugin.model.graph.stage_graph import prepare_batch
-from tests.capture.graphs import assert_is_model, eager_loss, run_graph
+from tests.capture.graphs import Calls, assert_is_model, counted_exports, run_graph
 from tests.integrations.whole_unit_jobs import family, family_units
 from tests.reading_models import OneByOne, Reader, reader_batch
 
@@ -100,69 +100,54 @@ def test_another_structure_gets_the_names_of_the_blocks_borders() -> None:
     assert again.op_graph.loss == capture.op_graph.loss
 
 
-class _Branches(nn.Module):
+def _branches(model: Any, x: Tensor, use: Tensor) -> Tensor:
     """Runs a layer where the batch says so."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
-
-    def forward(self, x: Tensor, use: Tensor) -> Tensor:
-        for index, layer in enumerate(self.layers):
-            if use[index]:
-                x = torch.tanh(layer(x))
-        return x.square().mean()
+    for index, layer in enumerate(model.layers):
+        if use[index]:
+            x = torch.tanh(layer(x))
+    return x.square().mean()
 
 
 def test_other_blocks_are_refused_in_one_line() -> None:
-    model, x = _Branches(), torch.ones(2, 4)
+    model, x = Calls(_branches, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(3))), torch.ones(2, 4)
     capture = capture_model(model, WholeUnit({"x": x, "use": torch.tensor([1, 1, 1])}, num_samples=2))
     with pytest.raises(CaptureError, match=r"other blocks .* block layers\.1 is gone; give batches"):
         recapture(model, capture.analysis, WholeUnit({"x": x, "use": torch.tensor([1, 0, 1])}, num_samples=2))
 
 
-class _Written(nn.Module):
+def _written(model: Any, x: Tensor, ids: Tensor) -> Tensor:
     """Reads a tensor that began as known values, and was written with what a weight decides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        counts = ids + 1
-        view = counts[0]
-        view += (self.weight.sum() > 0).long()
-        return (x * self.weight).sum() * counts.max().item()
+    counts = ids + 1
+    view = counts[0]
+    view += (model.weight.sum() > 0).long()
+    return (x * model.weight).sum() * counts.max().item()
 
 
 def test_what_a_weight_decides_is_not_read() -> None:
+    model = Calls(_written, weight=nn.Parameter(torch.ones(4)))
     with pytest.raises(CaptureError, match="depends on (tensor )?values"):
-        capture_model(_Written(), {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.long)})
+        capture_model(model, {"x": torch.ones(2, 4), "ids": torch.ones(2, 3, dtype=torch.long)})
 
 
-class _Codes(nn.Module):
+def _codes(padding: int) -> Any:
     """Tokens for patches, found by a frozen codebook, are what some patches are asked for; a temperature is clamped."""
 
-    def __init__(self, padding: int) -> None:
-        super().__init__()
-        self.padding = padding
-        self.codebook = nn.Linear(4, 10).requires_grad_(False)
-        self.layer = nn.Linear(4, 10)
-        self.scale = nn.Parameter(torch.tensor(7.0))
-
-    def forward(self, x: Tensor, asked: Tensor) -> Tensor:
-        codes = self.codebook(x).argmax(-1)
-        codes[asked.ne(1)] = self.padding
+    def run(model: Any, x: Tensor, asked: Tensor) -> Tensor:
+        codes = model.codebook(x).argmax(-1)
+        codes[asked.ne(1)] = padding
         flat = codes.view(codes.shape[0], -1)
-        places = flat.ne(self.padding)
-        self.scale.data.clamp_(0, 2)
-        return nn.functional.cross_entropy(self.layer(x)[places] * self.scale, flat[places])
+        places = flat.ne(padding)
+        model.scale.data.clamp_(0, 2)
+        return nn.functional.cross_entropy(model.layer(x)[places] * model.scale, flat[places])
+
+    codebook, scale = nn.Linear(4, 10).requires_grad_(False), nn.Parameter(torch.tensor(7.0))
+    return Calls(run, codebook=codebook, layer=nn.Linear(4, 10), scale=scale)
 
 
 def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> None:
     """No code is the padding, whichever it is: so many patches are asked for as the batch says."""
     torch.manual_seed(0)
-    model = _Codes(padding=-100)
+    model = _codes(padding=-100)
     x, asked = torch.randn(2, 5, 4), torch.tensor([[1, 0, 1, 1, 0], [0, 0, 1, 0, 0]])
     capture = capture_model(model, {"x": x, "asked": asked})
     assert capture.analysis.means == (RECORDED, WHOLE_UNITS)
@@ -176,23 +161,18 @@ def test_what_a_weight_decides_is_read_where_all_it_may_be_reads_the_same() -> N
     run_graph(capture, trained, again)
     assert trained.scale.item() == 2.0, "what is written through .data is written by the graph"
     with pytest.raises(CaptureError, match="depends on (tensor )?values"):
-        capture_model(_Codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
+        capture_model(_codes(padding=3), {"x": x, "asked": asked})  # a code may be 3
 
 
-class _Kinds(nn.Module):
+def _kinds(model: Any, x: Tensor, ids: Tensor) -> Tensor:
     """Asks which numbers there are, and how many of each: tensors whose sizes the values decide, and that are read."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.arange(12.0).view(6, 2))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        kinds, counts = ids.unique(return_counts=True)
-        return (self.table[kinds] * counts[:, None]).square().sum() * x.mean() / int(counts.max())
+    kinds, counts = ids.unique(return_counts=True)
+    return (model.table[kinds] * counts[:, None]).square().sum() * x.mean() / int(counts.max())
 
 
 def test_tensors_whose_sizes_values_decide_are_what_was_read() -> None:
-    model, batch = _Kinds(), {"x": torch.ones(2, 4), "ids": torch.tensor([[5, 1, 1], [3, 1, 3]])}
+    model = Calls(_kinds, table=nn.Parameter(torch.arange(12.0).view(6, 2)))
+    batch = {"x": torch.ones(2, 4), "ids": torch.tensor([[5, 1, 1], [3, 1, 3]])}
     capture = capture_model(model, WholeUnit(batch, num_samples=2))
     assert_is_model(capture, model, batch)
     assert capture.recording is not None
@@ -200,25 +180,19 @@ def test_tensors_whose_sizes_values_decide_are_what_was_read() -> None:
     assert not capture.recording.matches({**batch, "ids": batch["ids"] - 1})
 
 
-class _Places(nn.Module):
+def _places(model: Any, x: Tensor, mask: Tensor, pairs: Tensor) -> Tensor:
     """Selects by masks beside unknown tensors, and writes where a list of pairs says, into what has a tensor's shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor, mask: Tensor, pairs: Tensor) -> Tensor:
-        hidden = self.layer(x)
-        is_free = torch.full_like(hidden[:, :, 0], True).bool()
-        rows, columns = zip(*pairs, strict=True)
-        is_free[rows, columns] = False
-        kept = torch.cat([hidden[i][is_free[i]] for i in range(len(is_free))])
-        return hidden.masked_select(mask[..., None] != 0).mean() + kept.pow(2).mean()
+    hidden = model.layer(x)
+    is_free = torch.full_like(hidden[:, :, 0], True).bool()
+    rows, columns = zip(*pairs, strict=True)
+    is_free[rows, columns] = False
+    kept = torch.cat([hidden[i][is_free[i]] for i in range(len(is_free))])
+    return hidden.masked_select(mask[..., None] != 0).mean() + kept.pow(2).mean()
 
 
 def test_places_beside_unknown_tensors_are_known() -> None:
     torch.manual_seed(0)
-    model = _Places()
+    model = Calls(_places, layer=nn.Linear(4, 4))
     batch = {
         "x": torch.randn(3, 4, 4),
         "mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]]),
@@ -231,21 +205,15 @@ def test_places_beside_unknown_tensors_are_known() -> None:
     assert not capture.recording.matches({**batch, "pairs": batch["pairs"] * 0})
 
 
-class _Lengths(nn.Module):
+def _lengths(model: Any, x: Tensor, ids: Tensor) -> Tensor:
     """Reads a number that was written into memory through a view."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
-        table = torch.zeros(2, 3, dtype=torch.long)
-        table[1].add_(ids.amax(0))
-        return (x * self.weight).sum() * int(table.max())
+    table = torch.zeros(2, 3, dtype=torch.long)
+    table[1].add_(ids.amax(0))
+    return (x * model.weight).sum() * int(table.max())
 
 
 def test_the_guard_follows_values_through_views_and_writes() -> None:
-    model, ids = _Lengths(), torch.tensor([[1, 2, 3], [3, 1, 1]])
+    model, ids = Calls(_lengths, weight=nn.Parameter(torch.ones(4))), torch.tensor([[1, 2, 3], [3, 1, 1]])
     capture = capture_model(model, {"x": torch.ones(2, 4), "ids": ids})
     assert_is_model(capture, model, {"x": torch.rand(2, 4), "ids": ids})
     assert capture.recording is not None
@@ -264,19 +232,15 @@ def test_a_structure_that_differs_with_the_samples_takes_whole_units() -> None:
     assert count_samples(WholeUnit({"patches": torch.ones(7, 2)}, num_samples=3)) == 3
 
 
-class _Categories(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        return -torch.distributions.Categorical(logits=self.layer(x)).log_prob(labels).mean()
+def _categories(model: Any, x: Tensor, labels: Tensor) -> Tensor:
+    return -torch.distributions.Categorical(logits=model.layer(x)).log_prob(labels).mean()
 
 
 def test_checks_of_distributions_are_off_while_a_model_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
     # whatever a library that was loaded before has done
     monkeypatch.setattr(torch.distributions.Distribution, "_validate_args", True)
-    model, batch = _Categories(), {"x": torch.randn(2, 4), "labels": torch.tensor([0, 2])}
+    model = Calls(_categories, layer=nn.Linear(4, 3))
+    batch = {"x": torch.randn(2, 4), "labels": torch.tensor([0, 2])}
     capture = capture_model(model, batch)
     assert capture.analysis.means == ()
     assert_is_model(capture, model, batch)
@@ -284,50 +248,40 @@ def test_checks_of_distributions_are_off_while_a_model_is_traced(monkeypatch: py
         torch.distributions.Normal(torch.zeros(1), -torch.ones(1))
 
 
-class _Clamped(nn.Module):
+def _clamped(clamps: bool = True) -> nn.Module:
     """Asks whether something overflowed, as encoders do that train in half precision."""
 
-    def __init__(self, clamps: bool = True) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.clamps = clamps
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+    def run(model: Any, x: Tensor) -> Tensor:
+        for layer in model.layers:
             x = layer(x)
             if not torch.isfinite(x).all():
-                x = torch.clamp(x, min=-10.0, max=10.0) if self.clamps else x * 0
+                x = torch.clamp(x, min=-10.0, max=10.0) if clamps else x * 0
             if torch.isinf(x).any():
                 x = torch.clamp(x, min=-5.0, max=5.0)
         return x.square().mean()
+
+    return Calls(run, layers=nn.ModuleList(nn.Linear(4, 4) for _ in range(2)))
 
 
 @pytest.mark.parametrize("largest", [1.0, 1e38, float("inf")])
 def test_branches_on_overflow_are_choices_of_values(largest: float) -> None:
     torch.manual_seed(0)
-    model = _Clamped()
+    model = _clamped()
     capture = capture_model(model, {"x": torch.randn(2, 4)})
     x = torch.randn(2, 4)
     x[0, 0] = largest
-    expected = eager_loss(model, {"x": x})
+    expected = model(x)
     loss = run_graph(capture, model, {"x": x})[capture.op_graph.loss]
     torch.testing.assert_close(loss, expected, equal_nan=True)
     if largest == 1.0:
         assert_is_model(capture, model, {"x": x})
     with pytest.raises(CaptureError, match="does something else than clamp"):
-        capture_model(_Clamped(clamps=False), {"x": torch.randn(2, 4)})
+        capture_model(_clamped(clamps=False), {"x": torch.randn(2, 4)})
 
 
-def test_what_one_export_needed_the_others_begin_with(monkeypatch: pytest.MonkeyPatch) -> None:
-    exported: list[int] = []
-    export = torch.export.export
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        exported.append(1)
-        return export(*args, **kwargs)
-
-    monkeypatch.setattr(torch.export, "export", counting)
-    capture_model(_Clamped(), {"x": torch.randn(2, 4)})
+def test_what_one_export_needed_the_others_begin_with() -> None:
+    with counted_exports() as exported:
+        capture_model(_clamped(), {"x": torch.randn(2, 4)})
     assert len(exported) == 3, "one fails at the branch on overflow; then 2 samples, and 4"
 
 

@@ -19,8 +19,7 @@ from gpp_plugin.integrations.megatron import (
 )
 from gpp_plugin.integrations.megatron.chunks import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
-from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_contexts
 
 LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
 LANGUAGE = {"vocab_size": VOCAB, "max_sequence_length": 16}

@@ -157,7 +157,7 @@ def make_engine(layout: Layout, weights: dict[str, Tensor], zero: int, **changes
 def whole_names(engine: Any, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return values of this rank's parameters under the whole model's names, shards put together (tensor rank 0)."""
     stage = engine.plan.stages[engine.stage_id]
-    module = engine.module.given
+    module = engine.module.user_module
     own = {
         name.partition(".")[2]: value for name, value in values.items() if name.startswith(f"{stage.name}.")
     }

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.model.weights.materialize import materialize_parameters, release_parameters, resident_bytes
+from gpp_plugin.model.materialize import materialize_parameters, release_parameters, resident_bytes
 from tests.models import MODELS, build
 from tests.ranks import run_kept_ranks
 

@@ -12,8 +12,7 @@ import torch
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu, gpt_stage
 from gpp_plugin.integrations.megatron.stages import require_megatron
-from gpp_plugin.model.graph.stage_context import StageContext
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph
 from tests.integrations import megatron_jobs as jobs
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors

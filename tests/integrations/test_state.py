@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpp_plugin.model.weights.materialize import resident_bytes
+from gpp_plugin.model.materialize import resident_bytes
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpp_plugin.engine.checkpoints.save_checkpoint import random_state, restore_random_state
-from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.model.materialize import materialize_parameters
 from tests.models import build
 
 LAST = torch.device("cuda", 7)

@@ -156,7 +156,7 @@ def _given_plans() -> list[Any]:
 
 
 def _use_index(path: Path) -> None:
-    from gpp_plugin.model.weights.materialize import _indexed_files
+    from gpp_plugin.model.materialize import _indexed_files
 
     for file in _indexed_files(path).values():
         if file.parent != path.parent:

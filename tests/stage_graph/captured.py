@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -11,7 +9,6 @@ import gpp_plugin
 from tests.stage_graph.graphs import B, Maker, make
 
 SIZE, WORDS, TOKENS = 8, 11, 4
-NUM_RANKS = 4
 
 
 class Words(nn.Module):
@@ -68,17 +65,6 @@ def build_across() -> gpp_plugin.StageGraph:
     return graph
 
 
-class WholeAcross(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.language = make(Words, "words"), make_language()
-        self.language.lm_head.weight = self.words.embedding.weight
-        self.language.transformer.wte.weight = self.words.embedding.weight
-
-    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor | None = None) -> Any:
-        return self.language(inputs_embeds=self.words(ids, pixels), labels=labels)
-
-
 def build_within() -> gpp_plugin.StageGraph:
     """A language model of two losses in three stages, the first and the last of which share a parameter."""
     graph = gpp_plugin.StageGraph("within", losses=["loss", "score"])
@@ -93,16 +79,6 @@ def build_within() -> gpp_plugin.StageGraph:
         stages=3,
     )
     return graph
-
-
-class WholeWithin(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.image, self.captions = make(lambda: nn.Linear(6, SIZE), "image"), Captions()
-
-    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor) -> Tensor:
-        found = self.captions(ids, ids, self.image(pixels))
-        return found["loss"] + found["score"]
 
 
 class Nearest(nn.Module):
@@ -137,20 +113,6 @@ def build_among() -> gpp_plugin.StageGraph:
     graph.tie("words.embedding.weight", "nearest.table.weight")
     graph.tie("nearest.table.weight", "guess.head.weight")
     return graph
-
-
-class WholeAmong(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.nearest, self.guess = (
-            make(Words, "words"),
-            make(Nearest, "nearest"),
-            make(Guess, "guess"),
-        )
-        self.nearest.table.weight = self.guess.head.weight = self.words.embedding.weight
-
-    def forward(self, ids: Tensor, pixels: Tensor, labels: Tensor) -> Tensor:
-        return self.guess(self.nearest(self.words(ids, pixels)), labels)
 
 
 def caption_batch(seed: int = 0) -> dict[str, Tensor]:
@@ -192,16 +154,6 @@ def build_normed() -> gpp_plugin.StageGraph:
     return graph
 
 
-class WholeNormed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.start = make(lambda: nn.Linear(6, SIZE), "start")
-        self.body, self.end = make(Normed, "body"), make(Distance, "end")
-
-    def forward(self, pixels: Tensor, target: Tensor) -> Tensor:
-        return self.end(self.body(self.start(pixels)), target)
-
-
 def normed_batch(seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
@@ -233,29 +185,66 @@ class Compared(nn.Module):
         return {"loss": (self.layer(hidden) - target).square().mean()}
 
 
-class WholeLengths(nn.Module):
-    """Both in one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            self.rows, self.compared = Rows(), Compared()
-
-    def forward(self, rows: Tensor, target: Tensor) -> Tensor:
-        loss: Tensor = self.compared(self.rows(rows), target)["loss"]
-        return loss
-
-
 def build_lengths() -> gpp_plugin.StageGraph:
     """Two captured parts that read rows of any length."""
-    whole = WholeLengths()
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        rows, compared = Rows(), Compared()
     graph = gpp_plugin.StageGraph("lengths", losses=["loss"])
-    graph.capture("rows", whole.rows, inputs=["rows"], outputs=["hidden"], ranks=[0])
-    graph.capture("compared", whole.compared, inputs=["hidden", "target"], outputs=["loss"], ranks=[1])
+    graph.capture("rows", rows, inputs=["rows"], outputs=["hidden"], ranks=[0])
+    graph.capture("compared", compared, inputs=["hidden", "target"], outputs=["loss"], ranks=[1])
     return graph
 
 
 def lengths_batch(length: int) -> dict[str, Tensor]:
     draw = torch.Generator().manual_seed(length)
     return {key: torch.randn(B, length, 6, generator=draw) for key in ("rows", "target")}
+
+
+class Scored(nn.Module):
+    """The loss stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(SIZE))
+
+    def forward(self, mixed: Tensor, image_hidden: Tensor, target: Tensor) -> Tensor:
+        return (((mixed * self.scale + image_hidden).mean(1) - target) ** 2).mean()
+
+
+def make_tower() -> nn.Module:
+    from transformers import CLIPVisionConfig, CLIPVisionModel
+
+    config = CLIPVisionConfig(
+        hidden_size=SIZE, intermediate_size=16, num_hidden_layers=3, num_attention_heads=2, image_size=8, patch_size=4
+    )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(3)
+        return CLIPVisionModel(config).double()
+
+
+def build_mixed() -> gpp_plugin.StageGraph:
+    """A HuggingFace vision tower and a traced layer, both captured, and a loss of the user's own."""
+    graph = gpp_plugin.StageGraph("mixed")
+    graph.capture(
+        "vision",
+        make_tower(),
+        inputs=["pixel_values"],
+        outputs={"last_hidden_state": "image_hidden"},
+        ranks=[0, 1],
+        stages=2,
+    )
+    layer = make(lambda: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh(), nn.Linear(SIZE, SIZE)), "layer")
+    graph.capture("layer", layer, inputs={"input": "image_hidden"}, outputs=["mixed"], ranks=[2])
+    graph.stage(
+        "end", Maker(Scored), inputs=["mixed", "vision.image_hidden", "target"], outputs=["loss"], ranks=[3]
+    )
+    return graph
+
+
+def mixed_batch(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pixel_values": torch.randn(B, 3, 8, 8, generator=generator, dtype=torch.float64),
+        "target": torch.randn(B, SIZE, generator=generator, dtype=torch.float64),
+    }

@@ -7,20 +7,23 @@ from typing import Any
 from torch import Tensor
 
 import gpp_plugin
+from tests.capture.graphs import counted_exports
 from tests.integrations.async_jobs import held_by_stages
+from tests.integrations.engine_jobs import config_of, make_engine, steps
 from tests.stage_graph.captured import (
     build_across,
     build_among,
     build_lengths,
+    build_mixed,
     build_normed,
     build_within,
     caption_batch,
     lengths_batch,
+    mixed_batch,
     normed_batch,
 )
-from tests.stage_graph.graphs import B, U
-from tests.stage_graph.jobs import run_in_double, steps
-from tests.stage_graph.mixed import build_mixed, mixed_batch
+from tests.stage_graph.graphs import B
+from tests.stage_graph.jobs import run_in_double
 
 OFF = {"recompute": "off", "swap": "off"}
 FULL = {"recompute": "full"}
@@ -60,18 +63,8 @@ def _double(graph: gpp_plugin.StageGraph, batch: dict[str, Tensor], **block: Any
 def _engine(
     graph: gpp_plugin.StageGraph, batch: dict[str, Tensor], block: dict[str, Any], **changes: Any
 ) -> Any:
-    import deepspeed
-
-    config = {
-        "train_batch_size": len(next(iter(batch.values()))),
-        "train_micro_batch_size_per_gpu": U,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "steps_per_print": 1000,
-        "graph_pipeline": {"comm_timeout_s": 60, **block},
-        **changes,
-    }
-    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
-    return deepspeed.initialize(model=wrapped, config=config)[0]
+    changes = {"train_batch_size": len(next(iter(batch.values()))), **changes}
+    return make_engine(graph, batch, config_of(block={"verify": True, **block}, **changes))
 
 
 def train_statistics() -> dict[str, Any]:
@@ -108,28 +101,14 @@ def train_asynchronously() -> dict[str, Any]:
 
 def train_lengths(lengths: tuple[int, ...]) -> dict[str, Any]:
     """Train a graph of two captured parts on rows of another length each step; count what was exported on the way."""
-    import torch
-
     batches = [lengths_batch(length) for length in lengths]
-    exports: list[int] = []
-    export = torch.export.export
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        exports.append(1)
-        return export(*args, **kwargs)
-
-    engine = _engine(build_lengths(), batches[0], {"verify": False}, optimizer=_NO_STEPS)
-    torch.export.export = counting
+    no_steps = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}
+    engine = _engine(build_lengths(), batches[0], {"verify": False}, optimizer=no_steps)
     found = []
-    try:
+    with counted_exports() as exports:
         for batch in batches:
             engine.retain_gradients()
-            loss = float(engine.train_batch(data_iter=iter([batch])))
+            (loss,) = steps(engine, [batch])
             found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}, len(exports)))
-    finally:
-        torch.export.export = export
     engine.destroy()
     return {"steps": found}
-
-
-_NO_STEPS = {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}}

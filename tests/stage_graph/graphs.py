@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -289,12 +290,11 @@ GRAPHS["mixing"] = [
     Given("b", Center, ["normed"], ["centered", "mean"], [2]),
     Given("end", Loss, ["centered", "mean", "target"], ["loss"], [3]),
 ]
-TWO_TO_THREE = [
+GRAPHS["two_to_three"] = [
     body("a", ["x"], [0, 1], micro_batch_size=4),
     body("b", ["a_out"], [2, 3, 4], micro_batch_size=6),
     Given("end", Loss, ["b_out", "target"], ["loss"], [5]),
 ]
-GRAPHS["two_to_three"] = TWO_TO_THREE
 GRAPHS["tensor"] = [  # data 2 -> tensor 2, in shards of the tokens -> tensor 2 -> 1
     body("a", ["x"], [0, 1]),
     body("b", ["a_out"], [2, 3], tensor=2, sharded_outputs={"b_out": 1}, micro_batch_size=4),
@@ -321,10 +321,6 @@ TIES = {"tied": [("words.embedding.weight", "last.head.weight")]}
 
 def mini_batch_of(name: str) -> int:
     return 12 if name == "two_to_three" else B
-
-
-def num_ranks_of(name: str) -> int:
-    return sum(len(given.ranks) for given in GRAPHS[name])
 
 
 def build_graph(name: str) -> gpp_plugin.StageGraph:
@@ -354,39 +350,38 @@ def batch_of(name: str, *, tokens: int = TOKENS, seed: int = 0) -> dict[str, Ten
     return {key: torch.randn(rows, tokens, WIDTH, generator=generator, dtype=torch.float64) for key in keys}
 
 
+def in_single(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: rows.float() if rows.is_floating_point() else rows for key, rows in batch.items()}
+
+
 class Whole(nn.Module):
-    """The same stages in one process, called one after the other."""
+    """The stages of a graph in one process, called one after the other; tied parameters are one."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, graph: gpp_plugin.StageGraph | str) -> None:
         super().__init__()
-        self._given = GRAPHS[name]
-        for given in self._given:
-            self.add_module(given.name, make(given.kind, given.name))
-        for first, second in TIES.get(name, ()):
-            stage, _, rest = second.partition(".")
-            owner, _, leaf = rest.rpartition(".")
-            module = self.get_submodule(f"{stage}.{owner}" if owner else stage)
-            setattr(module, leaf, self.get_parameter(first))
+        graph = build_graph(graph) if isinstance(graph, str) else graph
+        self._stages, self._losses = graph.stages, graph.losses or ("loss",)
+        for stage in self._stages:
+            module = make(Body, stage.name) if stage.tensor > 1 else stage.make
+            if not isinstance(module, nn.Module):
+                module = module(SimpleNamespace(stage=stage.name))
+            self.add_module(stage.name, module)
+        for first, *others in graph.ties:
+            for old in map(self.get_parameter, others):
+                for module in self.modules():
+                    names = [name for name, own in module._parameters.items() if own is old]
+                    module._parameters.update(dict.fromkeys(names, self.get_parameter(first)))
 
-    def forward(self, **batch: Tensor) -> dict[str, Tensor]:
-        known = dict(batch)
+    def forward(self, **batch: Tensor) -> dict[str, Any]:
+        known: dict[str, Any] = dict(batch)
         losses = []
-        for given in self._given:
-            sources = (
-                given.inputs
-                if isinstance(given.inputs, dict)
-                else {n.split(".")[-1]: n for n in given.inputs}
-            )
-            returned = self.get_submodule(given.name)(
-                **{key: known[n.split(".")[-1]] for key, n in sources.items()}
-            )
-            if isinstance(returned, Tensor):
-                returned = (returned,)
-            if not isinstance(returned, dict):
-                returned = dict(zip(given.outputs, returned, strict=True))
-            losses += [returned.pop("loss")] if "loss" in returned else []
-            known.update(returned)
-        return {"loss": sum(losses), **{k: v for k, v in known.items() if k == "logits"}}  # type: ignore[dict-item]
+        for stage in self._stages:
+            made = self.get_submodule(stage.name)(**{k: known[n.split(".")[-1]] for k, n in stage.inputs})
+            made = (made,) if isinstance(made, Tensor) else made
+            for place, (key, name) in enumerate(stage.outputs):
+                known[name] = made[key if isinstance(made, dict) else place]
+                losses += [known[name]] if name in self._losses else []
+        return {**known, "loss": sum(losses)}
 
 
 class Once(torch.autograd.Function):

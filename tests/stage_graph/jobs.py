@@ -9,7 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.stage_graph.graphs import Once, U, batch_of, build_graph, mini_batch_of
+import gpp_plugin
+from gpp_plugin.errors import GppError
+from tests.integrations import engine_jobs
+from tests.integrations.engine_jobs import steps
+from tests.stage_graph.captured import build_mixed, mixed_batch
+from tests.stage_graph.graphs import WIDTH, Once, U, batch_of, build_graph, mini_batch_of
 
 
 class SumHooks:
@@ -58,11 +63,10 @@ class SumHooks:
 
 def train_in_double(names: list[str], blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run the first mini-batch of each graph and return loss and gradients, as they are in double precision."""
-    return [train_one(name, block) for name, block in zip(names, blocks, strict=True)]
-
-
-def train_one(name: str, block: dict[str, Any]) -> dict[str, Any]:
-    return run_in_double(build_graph(name), batch_of(name), mini_batch_of(name), block)
+    return [
+        run_in_double(build_graph(name), batch_of(name), mini_batch_of(name), block)
+        for name, block in zip(names, blocks, strict=True)
+    ]
 
 
 def run_in_double(
@@ -124,29 +128,13 @@ def run_in_double(
     }
 
 
-def config_of(name: str, **changes: Any) -> dict[str, Any]:
-    block = changes.pop("block", {})
-    return {
-        "train_batch_size": mini_batch_of(name),
-        "train_micro_batch_size_per_gpu": U,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "steps_per_print": 1000,
-        "graph_pipeline": {"comm_timeout_s": 60, **block},
-        **changes,
-    }
+def config_of(name: str, *, block: dict[str, Any] | None = None, **changes: Any) -> dict[str, Any]:
+    block = {"verify": True, **(block or {})}
+    return engine_jobs.config_of(train_batch_size=mini_batch_of(name), block=block, **changes)
 
 
-def make_engine(name: str, config: dict[str, Any], **given: Any) -> Any:
-    import deepspeed
-
-    import gpp_plugin
-
-    wrapped = gpp_plugin.GraphPipelineModule(build_graph(name), sample_batch=batch_of(name))
-    return deepspeed.initialize(model=wrapped, config=config, **given)[0]
-
-
-def steps(engine: Any, batches: list[dict[str, Tensor]]) -> list[float]:
-    return [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches]
+def make_engine(name: str, config: dict[str, Any]) -> Any:
+    return engine_jobs.make_engine(build_graph(name), batch_of(name), config)
 
 
 def train_lengths(zero: int) -> dict[str, Any]:
@@ -202,8 +190,6 @@ def evaluate() -> dict[str, Any]:
 
 def _wrong(name: str) -> Any:
     """Return a graph of a body and a head with one mistake."""
-    import gpp_plugin
-    from tests.stage_graph.graphs import WIDTH
 
     class Returns(torch.nn.Module):
         def __init__(self, make: Any) -> None:
@@ -249,18 +235,12 @@ def _wrong(name: str) -> Any:
 
 def build_wrongly(names: list[str]) -> dict[str, str]:
     """Return what `deepspeed.initialize` says of each mistake on this rank."""
-    import deepspeed
-
-    import gpp_plugin
-    from gpp_plugin.errors import GppError
-
     said = {}
     for name in names:
         blocks = {"planner": {"planner": "graphpipe"}, "in_parts": {"schedule": "zero_bubble"}}
         block = blocks.get(name, {})
-        wrapped = gpp_plugin.GraphPipelineModule(_wrong(name), sample_batch=batch_of("chain"))
         try:
-            deepspeed.initialize(model=wrapped, config=config_of("chain", block=block))
+            engine_jobs.make_engine(_wrong(name), batch_of("chain"), config_of("chain", block=block))
             said[name] = "no error"
         except GppError as error:
             said[name] = str(error)
@@ -268,23 +248,13 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
 
 
 def train_mixed_by_engine(directory: str) -> dict[str, Any]:
-    """Three steps of the same, evaluation, and a reload."""
-    import deepspeed
-
-    import gpp_plugin
-    from tests.stage_graph.mixed import build_mixed, mixed_batch
-
-    config = config_of("chain")
-
-    def make() -> Any:
-        wrapped = gpp_plugin.GraphPipelineModule(build_mixed(), sample_batch=mixed_batch())
-        return deepspeed.initialize(model=wrapped, config=config)[0]
-
-    engine = make()
+    """Three steps of a mixed graph, evaluation, and a reload."""
+    engine, again = (
+        engine_jobs.make_engine(build_mixed(), mixed_batch(), config_of("chain")) for _ in range(2)
+    )
     first = steps(engine, [mixed_batch(seed) for seed in range(2)])
     engine.save_checkpoint(directory)
     rest = steps(engine, [mixed_batch(2)])
-    again = make()
     again.load_checkpoint(directory)
     reloaded = steps(again, [mixed_batch(2)])
     loss = float(engine.eval_batch(iter([mixed_batch(7)])))
@@ -295,7 +265,6 @@ def train_mixed_by_engine(directory: str) -> dict[str, Any]:
         "reloaded": reloaded,
         "evaluated": loss,
         "hidden": hidden,
-        "stages": [(s.name, len(s.blocks)) for s in engine.plan.stages],
         "state": engine.gather_state_dict(),
     }
 

@@ -8,7 +8,7 @@ from typing import Any
 import gpp_plugin
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.runtime.rank_programs import make_programs
-from tests.integrations.engine_jobs import B, config_of, steps
+from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 from tests.stage_graph.captured import caption_batch, make_language
 
@@ -48,15 +48,11 @@ def train_both(directory: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _engine(changes: dict[str, Any], spelling: str, directory: str) -> tuple[Any, list[dict[str, Any]]]:
-    import deepspeed
-
     model, make_batch = build(MODEL)
     batches = [make_batch(B, seed) for seed in range(NUM_STEPS + 1)]
     block = {"profile_dir": f"{directory}/profiles", **changes["block"]}
     given = model if spelling == "plain" else as_graph(model, num_ranks=NUM_RANKS)
-    wrapped = gpp_plugin.GraphPipelineModule(given, sample_batch=batches[0])
-    config = config_of(**{**changes, "block": block})
-    return deepspeed.initialize(model=wrapped, config=config)[0], batches
+    return make_engine(given, batches[0], config_of(**{**changes, "block": block})), batches
 
 
 def _train(way: str, changes: dict[str, Any], spelling: str, directory: str) -> dict[str, Any]:
@@ -94,8 +90,6 @@ def evaluate_named() -> dict[str, Any]:
     """Return what evaluations of a part with names of its own answer, and those of the plain model, with and without
     labels.
     """
-    import deepspeed
-
     found: dict[str, Any] = {}
     for spelling in ("plain", "captured"):
         model = make_language().float()
@@ -114,8 +108,7 @@ def evaluate_named() -> dict[str, Any]:
         if spelling == "plain":
             given, batch = model, {"input_ids": batch["ids"], "labels": batch["labels"]}
         name = "scores" if spelling == "captured" else "logits"
-        wrapped = gpp_plugin.GraphPipelineModule(given, sample_batch=batch)
-        engine = deepspeed.initialize(model=wrapped, config=config_of(block={"stages": 2}))[0]
+        engine = make_engine(given, batch, config_of(block={"stages": 2}))
         losses = steps(engine, [batch, batch])
         loss, scores = engine.eval_batch(iter([batch]), return_logits=True, outputs=(name,))
         unlabelled = engine.eval_batch(iter([batch]), compute_loss=False, outputs=(name,))

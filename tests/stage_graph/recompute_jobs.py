@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import gpp_plugin
-from tests.stage_graph.graphs import U, make
-from tests.stage_graph.jobs import steps
+from tests.integrations.engine_jobs import config_of, make_engine, steps
+from tests.stage_graph.graphs import make
 
 WIDTH, ROWS = 16, 16
 ORDER = {"schedule": "1f1b", "slicing": "off"}
@@ -87,17 +87,10 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 def train(block: dict[str, Any], kind: str = "deep") -> dict[str, Any]:
     """Two mini-batches, and what mode async leaves under way: losses, weights and buffers, what the plan says and what was counted."""
-    import deepspeed
-
-    config = {
-        "train_batch_size": ROWS,
-        "train_micro_batch_size_per_gpu": U,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
-        "steps_per_print": 1000,
-        "graph_pipeline": {"comm_timeout_s": 60, "verify": False, **ORDER, **block},
-    }
-    wrapped = gpp_plugin.GraphPipelineModule(build(kind), sample_batch=batch(0))
-    engine = deepspeed.initialize(model=wrapped, config=config)[0]
+    config = config_of(
+        train_batch_size=ROWS, optimizer={"type": "SGD", "params": {"lr": 0.5}}, block={**ORDER, **block}
+    )
+    engine = make_engine(build(kind), batch(0), config)
     torch.manual_seed(dist.get_rank())
     losses = steps(engine, [batch(0), batch(1)])
     report = engine.memory_report()

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.ranks import run_kept_ranks
 from tests.stage_graph import jobs
-from tests.stage_graph.graphs import B, U, Whole, batch_of
+from tests.stage_graph.graphs import B, U, Whole, batch_of, in_single
 
 NUM_BATCHES = 6
 
@@ -31,8 +31,7 @@ def emulate(name: str, held: dict[str, int]) -> tuple[Emulation, list[list[float
     )
     losses = []
     for seed in range(NUM_BATCHES):
-        batch = {key: rows.float() for key, rows in batch_of(name, seed=seed).items()}
-        losses.append(emulation.mini_batch(batch, U))
+        losses.append(emulation.mini_batch(in_single(batch_of(name, seed=seed)), U))
     emulation.flush()
     return emulation, losses
 

@@ -33,112 +33,95 @@ def two(
     return graph
 
 
+FIRST: list[tuple[dict[str, Any], str]] = [
+    ({"ranks": [0, 0]}, "rank 0 is listed twice"),
+    ({"ranks": [0, 2, 3], "tensor": 2}, "its 3 ranks [0, 2, 3] are no multiple of tensor=2"),
+    ({"ranks": [0, 2, 4, 3], "tensor": 2}, "its tensor-parallel ranks [[0, 2], [4, 3]] do not ascend"),
+    ({"ranks": []}, "ranks is []"),
+    ({"ranks": 0}, "ranks is 0; list one or more global ranks"),
+    ({"module": 3}, "its module is a int; give a torch module, or a function"),
+    ({"inputs": "x"}, "inputs is the text 'x'; give a list: ['x']"),
+    ({"inputs": None}, "inputs is None; give a list of names"),
+    ({"inputs": [1]}, "inputs holds 1; names are texts"),
+    ({"outputs": []}, "it has no outputs"),
+    ({"outputs": {"hidden"}}, "outputs is {'hidden'}; give a list of names"),
+    ({"layouts": {"hiden": 1}}, "layouts names 'hiden'; its outputs are hidden"),
+    ({"layouts": ["hidden"]}, "layouts is ['hidden']; give a dict"),
+    ({"layouts": {"hidden": -1}}, "the layout of 'hidden' is -1; give its batch axis"),
+    ({"sharded_inputs": {"x": "0"}}, "sharded_inputs of 'x' is '0'; give the axis"),
+    ({"reported": "hidden"}, "reported is the text 'hidden'; give a list: ['hidden']"),
+    ({"coupled": "yes"}, "coupled is 'yes'; give True, False, or None"),
+    ({"name": "forward"}, "torch modules have an attribute of this name"),
+    ({"name": 3}, "a name is text, not empty, and has no dots"),
+]
+"""What one stage has instead, and what is said of it."""
 REFUSED_AT_ONCE: list[tuple[Callable[[], Any], str]] = [
+    *((lambda own=own: two(first=own), f"stage {own.get('name', 'body')!r}: {text}") for own, text in FIRST),
     (lambda: two(second={"name": "body"}), "stage 'body': there is one of this name already"),
-    (
-        lambda: two(second={"ranks": [0, 1], "tensor": 2}),
-        "'head': rank 0 is a rank of stage 'body' too, on another",
-    ),
-    (lambda: two(first={"ranks": [0, 0]}), "stage 'body': rank 0 is listed twice"),
-    (
-        lambda: two(first={"ranks": [0, 2, 3], "tensor": 2}),
-        "its 3 ranks [0, 2, 3] are no multiple of tensor=2",
-    ),
-    (
-        lambda: two(first={"ranks": [0, 2, 4, 3], "tensor": 2}),
-        "stage 'body': its tensor-parallel ranks [[0, 2], [4, 3]] do not ascend",
-    ),
-    (lambda: two(first={"ranks": []}), "stage 'body': ranks is []"),
-    (
-        lambda: two(first={"module": 3}),
-        "stage 'body': its module is a int; give a torch module, or a function",
-    ),
-    (lambda: two(first={"inputs": "x"}), "inputs is the text 'x'; give a list: ['x']"),
-    (lambda: two(first={"outputs": []}), "stage 'body': it has no outputs"),
-    (lambda: two(first={"layouts": {"hiden": 1}}), "layouts names 'hiden'; its outputs are hidden"),
-    (lambda: two(first={"name": "forward"}), "torch modules have an attribute of this name"),
-    (lambda: two(first={"name": 3}), "stage 3: a name is text, not empty, and has no dots"),
-    (lambda: two(first={"ranks": 0}), "stage 'body': ranks is 0; list one or more global ranks"),
-    (lambda: two(first={"inputs": None}), "stage 'body': inputs is None; give a list of names"),
-    (lambda: two(first={"inputs": [1]}), "stage 'body': inputs holds 1; names are texts"),
-    (lambda: two(first={"outputs": {"hidden"}}), "stage 'body': outputs is {'hidden'}; give a list of names"),
-    (lambda: two(first={"layouts": ["hidden"]}), "stage 'body': layouts is ['hidden']; give a dict"),
-    (lambda: two(first={"layouts": {"hidden": -1}}), "the layout of 'hidden' is -1; give its batch axis"),
-    (
-        lambda: two(first={"sharded_inputs": {"x": "0"}}),
-        "stage 'body': sharded_inputs of 'x' is '0'; give the axis",
-    ),
-    (lambda: two(first={"reported": "hidden"}), "reported is the text 'hidden'; give a list: ['hidden']"),
-    (lambda: two(first={"coupled": "yes"}), "stage 'body': coupled is 'yes'; give True, False, or None"),
+    (lambda: two(second={"ranks": [0, 1], "tensor": 2}), "'head': rank 0 is a rank of stage 'body' too, on another"),
     (lambda: StageGraph("two", losses="loss"), "losses is the text 'loss'; give a list: ['loss']"),
     (lambda: two().tie(["body.weight"]), "graph.tie: ['body.weight'] is no text"),
     (lambda: two().tie("body.weight"), "are no two parameters"),
-    (
-        lambda: two().tie("body.weight", "tail.weight"),
-        "'tail.weight' is not \"stage.parameter\"; the stages are body",
-    ),
-]
+    (lambda: two().tie("body.weight", "tail.weight"), "'tail.weight' is not \"stage.parameter\"; the stages are body"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED_AT_ONCE)
-def test_one_stage(make: Callable[[], Any], message: str) -> None:
+def assert_refused(make: Callable[[], Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make()
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-REFUSED_AS_A_WHOLE: list[tuple[Callable[[], StageGraph], str]] = [
-    (lambda: StageGraph("none"), "stage graph 'none' has no stages"),
-    (lambda: two(second={"ranks": [2]}), "stage 'head': rank 2 does not exist, the job has 2 ranks (0..1)"),
+@pytest.mark.parametrize(("make", "message"), REFUSED_AT_ONCE)
+def test_one_stage(make: Callable[[], Any], message: str) -> None:
+    assert_refused(make, message)
+
+
+AS_A_WHOLE: list[tuple[dict[str, Any], str]] = [
+    ({"second": {"ranks": [2]}}, "stage 'head': rank 2 does not exist, the job has 2 ranks (0..1)"),
     (
-        lambda: two(second={"inputs": ["hiden", "target"]}),
+        {"second": {"inputs": ["hiden", "target"]}},
         "stage 'head': input 'hiden' is neither an output of another stage (hidden) nor a tensor of the batch "
         "(target, x); did you mean 'hidden'?",
     ),
     (
-        lambda: two(second={"inputs": ["body.hiden", "target"]}),
+        {"second": {"inputs": ["body.hiden", "target"]}},
         "input 'body.hiden' names no output of stage 'body', whose outputs are hidden; did you mean 'hidden'?",
     ),
     (
-        lambda: two(first={"inputs": ["x", "head.loss"]}),
+        {"first": {"inputs": ["x", "head.loss"]}},
         "the stages form a cycle: body -> head -> body (stage 'head' reads 'body.hidden')",
     ),
+    ({"second": {"outputs": ["score"]}}, "stage graph 'two' has no loss: no stage has an output called 'loss'"),
+    ({"losses": ["lose"]}, "loss 'lose' is no output; the outputs are body.hidden, head.loss"),
     (
-        lambda: two(second={"outputs": ["score"]}),
-        "stage graph 'two' has no loss: no stage has an output called 'loss'",
-    ),
-    (lambda: two(losses=["lose"]), "loss 'lose' is no output; the outputs are body.hidden, head.loss"),
-    (
-        lambda: two(first={"outputs": ["hidden", "extra"]}),
+        {"first": {"outputs": ["hidden", "extra"]}},
         "stage 'body': no stage reads its output 'body.extra' and it is no loss",
     ),
     (
-        lambda: two(second={"inputs": ["x", "target"]}, first={"reported": ["hidden"]}),
+        {"second": {"inputs": ["x", "target"]}, "first": {"reported": ["hidden"]}},
         "stage 'body': no loss is reached from it (its outputs are body.hidden)",
     ),
-]
+    (
+        {"second": {"inputs": {"a": "hidden", "b": "hidden"}, "sharded_inputs": {"a": 1}}},
+        "stage 'head': inputs 'a' and 'b' are both 'body.hidden', held in two ways",
+    ),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "message"), REFUSED_AS_A_WHOLE)
-def test_the_whole_graph(make: Callable[[], StageGraph], message: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve(make(), batch_keys=("x", "target"), num_ranks=2)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize(("changes", "message"), AS_A_WHOLE)
+def test_the_whole_graph(changes: dict[str, Any], message: str) -> None:
+    assert_refused(lambda: resolve(two(**changes), batch_keys=("x", "target"), num_ranks=2), message)
 
 
-def test_one_tensor_is_held_in_one_way() -> None:
-    graph = two(second={"inputs": {"a": "hidden", "b": "hidden"}, "sharded_inputs": {"a": 1}})
-    with pytest.raises(
-        ConfigError, match="stage 'head': inputs 'a' and 'b' are both 'body.hidden', held in two ways"
-    ):
-        resolve(graph, batch_keys=("x", "target"), num_ranks=2)
-
-
-def test_a_rank_that_is_left_out() -> None:
-    with pytest.raises(
-        ConfigError, match=r"ranks \[2\] of 3 are in no stage; the stages are body on \[0\], head on"
-    ):
-        resolve(two(), batch_keys=("x", "target"), num_ranks=3)
+def test_a_graph_without_stages_or_with_ranks_left_out() -> None:
+    assert_refused(
+        lambda: resolve(StageGraph("none"), batch_keys=(), num_ranks=2), "stage graph 'none' has no stages"
+    )
+    assert_refused(
+        lambda: resolve(two(), batch_keys=("x", "target"), num_ranks=3),
+        "ranks [2] of 3 are in no stage; the stages are body on [0], head on",
+    )
 
 
 def test_copies_are_alike() -> None:

@@ -2,36 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.ranks import run_kept_ranks
-from tests.reference import gradient_errors, train_reference
-from tests.stage_graph import captured_jobs
+from tests.reference import gradient_errors, train_reference, units_of
+from tests.stage_graph import captured_jobs, jobs
 from tests.stage_graph.captured import (
-    NUM_RANKS,
-    WholeAcross,
-    WholeAmong,
-    WholeLengths,
-    WholeNormed,
-    WholeWithin,
+    build_across,
+    build_among,
+    build_lengths,
+    build_mixed,
+    build_normed,
+    build_within,
     caption_batch,
     lengths_batch,
+    mixed_batch,
     normed_batch,
 )
-from tests.stage_graph.graphs import B, U
-from tests.stage_graph.mixed import WholeMixed, mixed_batch
+from tests.stage_graph.graphs import B, U, Whole, in_single
 
 EXACT, NEAR = 1e-12, 1e-5
-WHOLE: dict[str, tuple[type[nn.Module], Any]] = {
-    "across": (WholeAcross, caption_batch),
-    "among": (WholeAmong, caption_batch),
-    "within": (WholeWithin, caption_batch),
-    "mixed": (WholeMixed, mixed_batch),
+NUM_RANKS = 4
+WHOLE: dict[str, tuple[Any, Any]] = {
+    "across": (build_across, caption_batch),
+    "among": (build_among, caption_batch),
+    "within": (build_within, caption_batch),
+    "mixed": (build_mixed, mixed_batch),
 }
 
 
@@ -42,8 +43,8 @@ def answers() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("kind", WHOLE)
 def test_loss_and_gradients_with_every_memory_plan(answers: list[dict[str, Any]], kind: str) -> None:
-    whole, batch = WHOLE[kind]
-    reference = train_reference(whole(), [batch()], unit=U)
+    build, batch = WHOLE[kind]
+    reference = train_reference(Whole(build()), [batch()], unit=U)
     for way in (way for way in answers[0] if way.startswith(kind)):
         assert {name for answer in answers for name in answer[way]["gradients"]} == set(reference.gradients)
         for answer in answers:
@@ -77,7 +78,7 @@ def test_what_does_not_fit_recomputes_or_swaps_as_allowed(answers: list[dict[str
 def test_statistics_over_samples_on_data_parallel_ranks() -> None:
     answers = run_kept_ranks(captured_jobs.train_statistics, NUM_RANKS)
     batches = [normed_batch(seed) for seed in range(3)]
-    losses = train_reference(WholeNormed().float(), batches, unit=U).losses
+    losses = train_reference(Whole(build_normed()).float(), batches, unit=U).losses
     for answer in answers:
         for way in ("plain", "again"):
             assert answer[way]["losses"] == pytest.approx(losses, rel=NEAR)
@@ -92,7 +93,7 @@ def test_statistics_over_samples_on_data_parallel_ranks() -> None:
 
 def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
     answers = run_kept_ranks(captured_jobs.train_asynchronously, NUM_RANKS)
-    model = WholeMixed().float()
+    model = Whole(build_mixed()).float()
     parameters = dict(model.named_parameters())
     stages = [
         PlainStage(parameters=tuple(name for name in names if name in parameters), held=held)
@@ -106,7 +107,7 @@ def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
         make_optimizer=lambda trained: torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01),
     )
     losses = [
-        emulation.mini_batch(_single(mixed_batch(seed)), U) for seed in range(captured_jobs.NUM_BATCHES)
+        emulation.mini_batch(in_single(mixed_batch(seed)), U) for seed in range(captured_jobs.NUM_BATCHES)
     ]
     emulation.flush()
     first, second = answers[0]["recomputed"]
@@ -124,12 +125,11 @@ def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
 def test_parts_that_read_rows_of_another_length_each_step() -> None:
     lengths = (4, 6, 5, 9, 4)
     answers = run_kept_ranks(captured_jobs.train_lengths, 2, lengths)
-    whole = WholeLengths()
+    whole = Whole(build_lengths())
     for step, length in enumerate(lengths):
-        batch = lengths_batch(length)
         whole.zero_grad()
-        parts = [{key: rows[first : first + U] for key, rows in batch.items()} for first in range(0, B, U)]
-        loss = sum((whole(**part) for part in parts), start=torch.zeros(())) / len(parts)
+        parts = units_of(lengths_batch(length), U)
+        loss = sum((whole(**part)["loss"] for part in parts), start=torch.zeros(())) / len(parts)
         loss.backward()
         gradients: dict[str, torch.Tensor] = {}
         for answer in answers:
@@ -144,5 +144,20 @@ def test_parts_that_read_rows_of_another_length_each_step() -> None:
     assert [[exports for _, _, exports in answer["steps"]] for answer in answers] == [[0, 1, 1, 1, 1]] * 2
 
 
-def _single(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {key: rows.float() if rows.is_floating_point() else rows for key, rows in batch.items()}
+def test_a_mixed_graph_behind_deepspeed_initialize(tmp_path: Path) -> None:
+    answers = run_kept_ranks(jobs.train_mixed_by_engine, 4, str(tmp_path))
+    trained = Whole(build_mixed()).float()
+    losses = train_reference(trained, [in_single(mixed_batch(seed)) for seed in range(3)], unit=U).losses
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
+        assert answer["reloaded"] == answer["losses"][2:]
+        assert answer["hidden"].shape == (3, 5, 8)
+    state = answers[0]["state"]
+    assert set(state) == set(trained.state_dict())
+    trained.load_state_dict(state)
+    batch = in_single(mixed_batch(7))
+    with torch.no_grad():
+        expected = [float(trained(**unit)["loss"]) for unit in units_of(batch, U)]
+        hidden = trained.vision(pixel_values=batch["pixel_values"][:3]).last_hidden_state
+    assert answers[0]["evaluated"] == pytest.approx(sum(expected) / len(expected), rel=NEAR)
+    torch.testing.assert_close(answers[3]["hidden"], hidden, rtol=1e-5, atol=1e-6)

@@ -11,14 +11,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.ranks import run_kept_ranks
+from tests.reference import units_of
 from tests.stage_graph import jobs
-from tests.stage_graph.graphs import U, Whole, batch_of
+from tests.stage_graph.graphs import U, Whole, batch_of, in_single
 
 NEAR = 1e-5
-
-
-def in_single(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
 
 
 def reference_steps(
@@ -29,8 +26,7 @@ def reference_steps(
     losses, norms = [], []
     for batch in map(in_single, batches):
         optimizer.zero_grad()
-        rows = len(next(iter(batch.values())))
-        units = [{k: v[i : i + U] for k, v in batch.items()} for i in range(0, rows, U)]
+        units = units_of(batch, U)
         parts = [model(**unit)["loss"] / len(units) for unit in units]
         sum(parts).backward()  # type: ignore[union-attr]
         norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), clip or 1e9)))

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from gpp_plugin import StageGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView
-from gpp_plugin.model.graph.describe_graph import describe_graph
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import input_specs
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext
+from gpp_plugin.model.graph.describe_graph import PartView, describe_graph
+from gpp_plugin.model.graph.module_trial import Shapes, input_specs
 from gpp_plugin.model.graph.resolve import ResolvedGraph, resolve
 from gpp_plugin.model.graph.user_module import check_ties, tied_names
+from tests.capture.graphs import counted_exports
 
 WIDTH, UNIT = 4, 2
 
@@ -69,14 +69,11 @@ def trace(graph: StageGraph) -> tuple[ResolvedGraph, dict[str, PartView], Any]:
     called = tied_names(resolved)
     tensors: dict[str, TensorSpec] = {}
     views, parameters = {}, {}
-    for stage in resolved.stages:
-        part = CapturedPart(
-            stage, dtype=torch.float32, device=torch.device("cpu"), granularity="layer", called=called
-        )
+    for name, part in _parts(resolved, called).items():
         captured = part.capture(part.arguments(BATCH, tensors, UNIT), is_training=True)
-        views[stage.name] = part.view(captured)
-        parameters[stage.name] = part.parameters(captured.op_graph)
-        tensors.update(views[stage.name].outputs)
+        views[name] = part.view(captured)
+        parameters[name] = part.parameters(captured.op_graph)
+        tensors.update(views[name].outputs)
     check_ties(resolved, parameters)
     shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(BATCH, UNIT))
     reference = describe_graph(
@@ -155,20 +152,12 @@ def _steps(length: int) -> dict[str, Tensor]:
     return {key: torch.randn(UNIT, length, WIDTH, generator=draw) for key in ("x", "target")}
 
 
-def _parts(resolved: ResolvedGraph) -> dict[str, CapturedPart]:
-    return {
-        stage.name: CapturedPart(
-            stage, dtype=torch.float32, device=torch.device("cpu"), granularity="layer", called={}
-        )
-        for stage in resolved.stages
-    }
+def _parts(resolved: ResolvedGraph, called: dict[str, str]) -> dict[str, CapturedPart]:
+    options: Any = {"dtype": torch.float32, "device": torch.device("cpu"), "granularity": "layer"}
+    return {stage.name: CapturedPart(stage, called=called, **options) for stage in resolved.stages}
 
 
-def _edge(made: str) -> SimpleNamespace:
-    return SimpleNamespace(src=0, dst=1, batch_tensors=(made,), whole_tensors=())
-
-
-def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_a_graph_are_captured_once_for_all_lengths() -> None:
     graph = graph_of()
     resolved, views, reference = trace(graph)
     blocks = [block.name for block in reference.block_graph.blocks]
@@ -179,40 +168,34 @@ def test_parts_of_a_graph_are_captured_once_for_all_lengths(monkeypatch: pytest.
         )
         for name in views
     )
-    plan: Any = SimpleNamespace(edges=(_edge(made),), stages=stages)
-    parts = _parts(resolved)
-    exports: list[int] = []
-    export = torch.export.export
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        exports.append(1)
-        return export(*args, **kwargs)
-
-    monkeypatch.setattr(torch.export, "export", counting)
+    edge = SimpleNamespace(src=0, dst=1, batch_tensors=(made,), whole_tensors=())
+    plan: Any = SimpleNamespace(edges=(edge,), stages=stages)
+    parts = _parts(resolved, {})
     counted = []
-    for length in (3, 5, 4, 7, 3):
-        batch = _steps(length)
-        tensors: dict[str, TensorSpec] = {}
-        for name, part in parts.items():
-            tensors |= part.outputs_at(views[name].analysis, part.arguments(batch, tensors, UNIT))
-        shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(batch, UNIT))
-        assert tensors[made].shape == (UNIT, length, WIDTH)
-        given: dict[str, Tensor] = dict(batch)
-        for stage, (name, part) in enumerate(parts.items()):
-            around = PartContext(analysis=views[name].analysis, shapes=shapes)
-            code = part.stage_code(reference, plan, stage, batch, UNIT, within=around)
-            assert code.tensors.keys() >= tensors.keys()
-            assert all(code.tensors[tensor] == spec for tensor, spec in tensors.items())
-            assert code.inputs == shapes.inputs
-            own = {f"{name}.{key}": value for key, value in part.model.named_parameters()}
-            call = code.function
-            reads = [given[key] for key in (*call.batch_inputs, *call.received)]
-            outputs = call.call(*(own[tensor] for tensor in call.tensors), *reads)
-            given |= dict(zip(call.outputs, outputs, strict=True))
-        hidden = parts["first"].model(batch["x"])
-        wanted = parts["last"].model(hidden, hidden, batch["target"])
-        loss = (wanted["far"] + wanted["large"]).item()
-        assert given["last.far + last.large"].item() == pytest.approx(loss, rel=1e-6)
-        counted.append(len(exports))
+    with counted_exports() as exports:
+        for length in (3, 5, 4, 7, 3):
+            batch = _steps(length)
+            tensors: dict[str, TensorSpec] = {}
+            for name, part in parts.items():
+                tensors |= part.outputs_at(views[name].analysis, part.arguments(batch, tensors, UNIT))
+            shapes = Shapes(num_samples=UNIT, tensors=tensors, inputs=input_specs(batch, UNIT))
+            assert tensors[made].shape == (UNIT, length, WIDTH)
+            given: dict[str, Tensor] = dict(batch)
+            for stage, (name, part) in enumerate(parts.items()):
+                around = PartContext(analysis=views[name].analysis, shapes=shapes)
+                code = part.stage_code(reference, plan, stage, batch, UNIT, within=around)
+                assert code.tensors.keys() >= tensors.keys()
+                assert all(code.tensors[tensor] == spec for tensor, spec in tensors.items())
+                assert code.inputs == shapes.inputs
+                own = {f"{name}.{key}": value for key, value in part.model.named_parameters()}
+                call = code.function
+                reads = [given[key] for key in (*call.batch_inputs, *call.received)]
+                outputs = call.call(*(own[tensor] for tensor in call.tensors), *reads)
+                given |= dict(zip(call.outputs, outputs, strict=True))
+            hidden = parts["first"].model(batch["x"])
+            wanted = parts["last"].model(hidden, hidden, batch["target"])
+            loss = (wanted["far"] + wanted["large"]).item()
+            assert given["last.far + last.large"].item() == pytest.approx(loss, rel=1e-6)
+            counted.append(len(exports))
     # as they are: once for shapes and once for code, as other parts were traced first; with symbols: once for both
     assert counted == [4, 6, 6, 6, 6]

@@ -19,17 +19,18 @@ from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.model import verification
+from gpp_plugin.model.compare_capture import compare_capture, copy_model
 from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.model.verify import verification
-from gpp_plugin.model.verify.compare_capture import Comparison, compare_capture, copy_model, in_float32
-from gpp_plugin.model.verify.verification import StartUp, verify_part
-from tests.capture.graphs import eager_loss
+from gpp_plugin.model.verification import StartUp, verify_part
+from tests.capture.graphs import Calls, compared
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 from tests.ranks import run_kept_ranks
+from tests.reference import loss_of
 from tests.stage_graph import untrue_jobs
 from tests.stage_graph.untrue_models import (
     Counting,
@@ -43,12 +44,6 @@ from tests.stage_graph.untrue_models import (
 )
 
 CPU = torch.device("cpu")
-
-
-def compared(model: nn.Module, batch: dict[str, Any], dtype: torch.dtype | None = None) -> Comparison:
-    captured = in_float32(capture_model(model, batch, dtype=dtype))
-    twin = copy_model(model, device=CPU, dtype=torch.float32 if dtype is not None else None)
-    return compare_capture(captured, twin, batch, call=lambda module, entries: module(**entries))
 
 
 def state_of(model: nn.Module) -> list[Any]:
@@ -76,7 +71,7 @@ def test_a_capture_is_its_module(name: str, kind: str) -> None:
     assert found.differences == ()
     assert found.loss_error < 1e-6 and found.gradient_error < 2e-6
     plain, _ = build(name)
-    eager_loss(plain, batch).backward()
+    loss_of(plain(**batch)).backward()
     assert found.num_gradients == sum(p.grad is not None for p in plain.parameters()) > 0
 
 
@@ -251,19 +246,16 @@ def test_parts_are_verified_on_their_ranks_and_all_hear_of_it(wrong: tuple[str, 
     assert answers[0].startswith(says) if says else answers[0] == ""
 
 
-class Metric(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
-        with torch.no_grad():
-            return {"loss": nn.functional.cross_entropy(self.head(x), labels)}
+def metric(model: Any, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    with torch.no_grad():
+        return {"loss": nn.functional.cross_entropy(model.head(x), labels)}
 
 
 def test_a_given_stage_whose_loss_needs_no_gradient_is_refused() -> None:
     graph = StageGraph()
-    graph.stage("own", Metric(), inputs=["x", "labels"], outputs=["loss"], ranks=[0])
+    graph.stage(
+        "own", Calls(metric, head=nn.Linear(8, 3)), inputs=["x", "labels"], outputs=["loss"], ranks=[0]
+    )
     with pytest.raises(ConfigError, match="stage 'own': its loss own.loss needs no gradient"):
         job_of(graph, 4)
 

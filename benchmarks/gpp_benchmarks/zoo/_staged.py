@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.plan import PipelinePlan

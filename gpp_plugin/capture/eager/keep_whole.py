@@ -55,7 +55,7 @@ from gpp_plugin.capture.eager.trial_run import (
     observe,
 )
 from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
-from gpp_plugin.capture.tracing.devices import on_device
+from gpp_plugin.capture.tracing.clean import on_device
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, first_line

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from gpp_plugin.capture.eager.padded_records import TracedRecords, cut_records
+from gpp_plugin.capture.tracing.sample_batches import TracedRecords, cut_records
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.analysis import CarriedState
 

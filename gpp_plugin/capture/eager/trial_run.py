@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.tracing.devices import on_device
+from gpp_plugin.capture.tracing.clean import on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure, first_line
@@ -83,9 +83,7 @@ def lacks_values(error: CaptureError) -> bool:
     return any(words in str(error) for words in (READS, DEPENDS, TAKEN))
 
 
-def find_eager_modules(
-    model: nn.Module, eager: Iterable[str], *, key: str = "graph_pipeline.eager"
-) -> tuple[str, ...]:
+def find_eager_modules(model: nn.Module, eager: Iterable[str]) -> tuple[str, ...]:
     """Return the modules that paths name; ``*`` in one stands for any one part of a path.
 
     A path may end with a function that is an attribute of a module, such as a HuggingFace model's ``loss_function``.
@@ -104,7 +102,9 @@ def find_eager_modules(
         if not matches:
             near = difflib.get_close_matches(wanted, [p for p in modules if p], n=1, cutoff=0.4)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(f"{key}: {wanted!r} is no module of {type(model).__name__}{hint}")
+            raise ConfigError(
+                f"graph_pipeline.eager: {wanted!r} is no module of {type(model).__name__}{hint}"
+            )
         found.update(dict.fromkeys(matches))
     return without_inner(found)
 

@@ -9,7 +9,7 @@ are compared before and after the traced forward. What it left behind, and had r
 
 Each is a buffer of the traced copy. The forward reads a clone, and what it leaves is copied into the buffer at its end,
 so that stages write, save and move it as they do running statistics. Where there was nothing before the first forward
-(``self.h = None``), the state begins with zeros; whether that is the model is for `model.verify` to find out.
+(``self.h = None``), the state begins with zeros; whether that is the model is for `model.verification` to find out.
 
 Not state: what is written before it is read (a loss saved for its reader; entries of a dict, a list that is cleared
 first), and what is the same whatever the batch (a table of positions).

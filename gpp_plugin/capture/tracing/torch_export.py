@@ -15,24 +15,85 @@ from typing import Any, TypeAlias
 from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._export.utils import _compiling_state_context
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.capture.eager.keep_whole import NeedsWholeModule, WholeCalls
-from gpp_plugin.capture.eager.padded_records import UnreadRecords, with_records
 from gpp_plugin.capture.eager.trial_run import READS, Untraceable
 from gpp_plugin.capture.tracing.carried_state import LeavesState, StateFinder, carried_in, is_number
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy, fake_inputs
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, hidden_process_group, noted_accesses, refill
-from gpp_plugin.capture.tracing.overflow import OverflowMode
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit
+from gpp_plugin.capture.tracing.sample_batches import UnreadRecords, WholeUnit, with_records
 from gpp_plugin.capture.tracing.symbolic_sizes import leave_open, tensors_in
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.analysis import CarriedState
+
+# Branches on overflow: ``if not isfinite(x).all(): x = clamp(x)`` becomes a choice of values.
+#
+# Encoders of BART, Marian, LED, the DETR family and others clamp what half precision cannot hold, in a Python branch on
+# the values of an activation. While such a model is traced, the branch is entered, and the clamp in it gives
+#
+#     torch.where(isfinite(x).all(), x, torch.clamp(x, low, high))
+#
+# which is x to the bit where the branch would not have been entered, and the clamped tensor where it would. A branch
+# that holds no clamp of the tensor that it checks is refused.
+
+
+_CLAMPS = frozenset(("clamp", "clip"))
+
+
+class OverflowMode(TorchFunctionMode):
+    """Enters branches on overflow and makes the clamp in them depend on what they check."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        # id of a check's tensor -> (it, the tensor that it is of, whether it says that all is well); held, so that
+        # ids stay their own
+        self._checks: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        self._entered: tuple[Tensor, Tensor, bool] | None = None
+
+    def close(self) -> None:
+        """Refuse a branch whose clamp did not come.
+
+        Raises:
+            CaptureError: there is one.
+        """
+        if self._entered is not None:
+            raise CaptureError(
+                "the Python code depends on tensor values: a branch on isfinite() or isinf() does something else than "
+                "clamp the tensor that it checks; use torch.where"
+            )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call a function of torch; note checks for overflow, and decide a branch on one."""
+        kwargs = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        first = args[0] if args and isinstance(args[0], Tensor) else None
+        if first is None:
+            return func(*args, **kwargs)
+        if name == "__bool__" and id(first) in self._checks and first.dim() == 0:
+            self.close()
+            self._entered = self._checks[id(first)]
+            return not self._entered[2]
+        if name in _CLAMPS and self._entered is not None and first is self._entered[1]:
+            check, _, is_well = self._entered
+            self._entered = None
+            return torch.where(check if is_well else ~check, first, func(*args, **kwargs))
+        result = func(*args, **kwargs)
+        if name in ("isfinite", "isinf") and isinstance(result, Tensor):
+            self._checks[id(result)] = result, first, name == "isfinite"
+        elif name in ("all", "any") and id(first) in self._checks and len(args) == 1 and not kwargs:
+            _, checked, is_well = self._checks[id(first)]
+            if is_well == (name == "all"):
+                self._checks[id(result)] = result, checked, is_well
+        return result
+
 
 WRAPPED = "model"
 """Attribute of the wrapper that holds the model; the prefix of every exported name."""
@@ -182,15 +243,11 @@ class _AssignmentMode(TorchFunctionMode):
             return None
         if self._keeps_numbers and is_number(args[0] if args else None):
             func = getattr(torch.Tensor, _OUT_OF_PLACE.get(getattr(func, "__name__", ""), ""), func)
+        # a number that stands for one of Python's, and is a place in a tensor, as a whole number
         if self._keeps_numbers and func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
-            place = torch.utils._pytree.tree_map(_as_index, args[1])
+            place = torch.utils._pytree.tree_map(lambda one: one.long() if is_number(one) else one, args[1])
             args = (args[0], place, *args[2:])
         return func(*args, **(kwargs or {}))
-
-
-def _as_index(place: Any) -> Any:
-    """Return a number that stands for one of Python's, and is a place in a tensor, as a whole number."""
-    return place.long() if is_number(place) else place
 
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]

@@ -159,7 +159,10 @@ def trace(
     keys, _ = split_batch(batch)
     takes = {key: training and gradient for key, gradient in received.items()}
     known = _name_placeholders(program, graph, meta_copy, keys, takes)
-    _drop_unused_constants(graph, known.constants, known.fakes)
+    for node in [n for n in graph.nodes if n.op == "placeholder" and not n.users and n.name.startswith("c_")]:
+        assert node.name not in known.constants
+        graph.erase_node(node)
+        known.fakes.pop(node.name)
     copy_written_inputs(graph, known.inputs)
     if training:
         graded = [name for name, fake in known.fakes.items() if fake.requires_grad]
@@ -468,13 +471,3 @@ def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
             path,
         )
     return real.detach()
-
-
-def _drop_unused_constants(
-    graph: fx.Graph, constants: Mapping[str, torch.Tensor], fakes: dict[str, torch.Tensor]
-) -> None:
-    for node in list(graph.nodes):
-        if node.op == "placeholder" and not node.users and node.name.startswith("c_"):
-            assert node.name not in constants
-            graph.erase_node(node)
-            fakes.pop(node.name)

@@ -39,9 +39,9 @@ from gpp_plugin.integrations.deepspeed.stock_engine import (
 )
 from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
-from gpp_plugin.model.weights.materialize import release_parameters
 from gpp_plugin.plan.baselines.stock_chain import STOCK, linearise
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.rank_programs import held_tensors, tied_stages

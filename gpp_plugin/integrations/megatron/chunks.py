@@ -27,7 +27,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 
 # The process groups of a stage as megatron-core takes them: a `ProcessGroupCollection` laid out by a `HyperCommGrid`.

@@ -35,7 +35,7 @@ from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.integrations.megatron.chunks import collect_groups
-from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams
 
 # Weights of a chunk from those of a whole model at tensor size 1, and back.

@@ -52,12 +52,12 @@ from gpp_plugin.model.generation.micro_batches import ReplicaLink, ReplicaStoppe
 from gpp_plugin.model.generation.owned_modules import (
     DrawsOfAll,
     ReplicaPart,
+    ShapeMemory,
     Weights,
     on_all_ranks,
     replicas_of,
     rows_of,
 )
-from gpp_plugin.model.generation.shape_memory import ShapeMemory
 from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
@@ -182,7 +182,11 @@ class Generator:
             for outcome in outcomes:
                 if outcome.error is not None:
                     raise outcome.error
-            return [_on_host(each.value) for each in outcomes] if is_first and not is_everyone else []
+            return (
+                [_on_device(each.value, torch.device("cpu")) for each in outcomes]
+                if is_first and not is_everyone
+                else []
+            )
 
         gathered = exchange(bring, what="what was generated", group=group)
         if is_everyone:
@@ -314,8 +318,9 @@ class Generator:
             return outcome
         except ReplicaStopped:
             if part.is_cut:  # the other replicas wait for this one in their next layer
-                raise (
-                    _named(None if run is None else run.failure, self._setting.rank) or _stopped()
+                failure = _named(None if run is None else run.failure, self._setting.rank)
+                raise failure or RuntimeFailure(
+                    "engine.generate: another rank of this one's replica failed; see its error"
                 ) from None
             link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
@@ -585,19 +590,11 @@ def _named(failure: Exception | None, rank: int) -> Exception | None:
     return None if failure is None else _refused(failure, where=f"rank {rank}: ")
 
 
-def _stopped() -> RuntimeFailure:
-    return RuntimeFailure("engine.generate: another rank of this one's replica failed; see its error")
-
-
 def _refused(failure: Exception, *, where: str = "") -> ConfigError:
     """Return what all ranks raise: by default what `generate` itself refuses on all of them alike."""
     error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
     error.__cause__ = failure
     return error
-
-
-def _on_host(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
 
 
 def _on_device(value: Any, device: torch.device) -> Any:

@@ -100,7 +100,9 @@ class Turns:
             with self._changed:
                 self._changed.wait_for(lambda: self._errors or not self._running)
         finally:
-            self._abandon()
+            with self._changed:
+                self._is_abandoned = True
+                self._changed.notify_all()
         if self._errors:
             raise self._errors[0]
         set_streams(self._device, begin)
@@ -133,16 +135,6 @@ class Turns:
                 self._ready.remove(number)
             self._running -= 1
             self._changed.notify_all()
-
-    def _abandon(self) -> None:
-        with self._changed:
-            self._is_abandoned = True
-            self._changed.notify_all()
-
-
-def in_micro_batch(turns: Turns | None, number: int) -> str:
-    """Return what is said of a wait of one of several micro-batches, behind what it is for."""
-    return "" if turns is None else f", micro-batch {number}"
 
 
 def copy_modules(model: nn.Module) -> Any:
@@ -296,10 +288,11 @@ class ReplicaLink:
     def _wait(self, work: Any) -> None:
         assert self.group is not None
         turns = self.turns
+        of = "" if turns is None else f", micro-batch {self.micro_batch}"
         with contextlib.nullcontext() if turns is None else turns.waiting(self.micro_batch):
             wait_for_message(
                 work,
-                what="the next tensor of a generation" + in_micro_batch(turns, self.micro_batch),
+                what=f"the next tensor of a generation{of}",
                 who=own_name(),
                 group=self.group,
                 most_s=self.timeout_s,

@@ -5,7 +5,7 @@ In a larger graph they get names of that graph: an output the user's name of it 
 "vision:<operator>", a block, a parameter or a buffer the module's name of it behind the stage's ("vision.layers.0").
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -19,25 +19,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.capture.attention import repeated_operands
-from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
-from gpp_plugin.capture.eager.padded_records import with_records
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.lengths import LengthCapture
+from gpp_plugin.capture.find_regions import regions_of_stage
+from gpp_plugin.capture.mask_values import repeated_operands
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
-from gpp_plugin.capture.sharding.find_regions import regions_of_stage
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, with_records
 from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
-from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
 from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
-from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, Parameter, SavedTensor
+from gpp_plugin.ir.block_graph import BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import IDLE, loss_node, named_outputs
+from gpp_plugin.model.graph.describe_graph import PartView, parameter_names, traced_names, view_part
+from gpp_plugin.model.graph.module_trial import IDLE, Shapes, named_outputs
 from gpp_plugin.model.graph.part_lengths import (
     CodeForLengths,
     Lengths,
@@ -50,54 +48,18 @@ from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.memory.activation_policy import INSIDE, StageOperators
+from gpp_plugin.runtime.memory.activation_policy import StageOperators
 from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_ranks import TensorLinks
 
 MAX_READINGS = 64
 """Shapes, and readings of a shape, whose guards are stored."""
-ARGUMENT = "argument_"
-"""In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
 
 
 def owner_of_block(block: str) -> str:
     """Return the stage, as the user gave it, that a block of a graph of several stages is of."""
     return block.partition(".")[0].partition("#")[0]
-
-
-def _arguments(stage: GraphStage) -> dict[str, str]:
-    """Return keyword -> what is traced for it; each tensor once, however many keywords it receives for.
-
-    An entry of the batch is traced under its key. What other stages make has the name of the first keyword for it:
-    ``left=vision.hidden, right=vision.hidden, mask=mask`` is
-    ``{"left": "argument_left", "right": "argument_left", "mask": "mask"}``.
-    """
-    first: dict[str, str] = {}
-    received = {keyword: first.setdefault(node, ARGUMENT + keyword) for keyword, node in stage.received}
-    return {**dict(stage.batch_inputs), **received}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartView:
-    """A captured part in one mode, under the names of the whole graph.
-
-    Args:
-        blocks: as planners know it.
-        loss: what its loss is called, if it yields one.
-        outputs: "stage.output", and what its loss is called -> its spec.
-        received_saved: what it keeps of what other stages make, made by no block here.
-        names: operator or received tensor -> what it is called in the whole graph.
-        local_blocks: block of the whole graph -> the capture's own name of it.
-    """
-
-    analysis: Analysis
-    blocks: BlockGraph
-    loss: str | None
-    outputs: Mapping[str, TensorSpec]
-    received_saved: tuple[SavedTensor, ...]
-    names: Mapping[str, str]
-    local_blocks: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +137,7 @@ class CapturedPart:
         self.stage = stage
         self.model: nn.Module = stage.spec.make
         self._dtype = dtype
-        self._device = device
+        self.device = device
         self.granularity = granularity
         self._called = called
         self._eager = tuple(eager)
@@ -190,17 +152,12 @@ class CapturedPart:
         self._for_lengths: tuple[tuple[object, ...], LengthCapture] | None = None
         self._analyses: OrderedDict[tuple[object, ...], Analysis] = OrderedDict()
 
-    @property
-    def device(self) -> torch.device:
-        """Return where its code will run."""
-        return self._device
-
     def clone(self) -> CapturedPart:
         """Return the part with what it has captured, to try stages of it, which leaves nothing behind in this one."""
         copied = CapturedPart(
             self.stage,
             dtype=self._dtype,
-            device=self._device,
+            device=self.device,
             granularity=self.granularity,
             called=self._called,
             eager=self._eager,
@@ -212,8 +169,6 @@ class CapturedPart:
     @property
     def called(self) -> dict[str, str]:
         """Return its parameters that other stages have too, as "<stage>.<name>" -> what the graph calls them."""
-        if not self._called:
-            return {}
         own = self.stage.prefix
         return {
             p.name: self._called[name]
@@ -240,7 +195,7 @@ class CapturedPart:
         Raises:
             CaptureError: it cannot be exported; names module, line and remedy.
         """
-        names = _arguments(self.stage)
+        names = traced_names(self.stage)
         try:
             captured = capture_model(
                 self.model,
@@ -252,7 +207,7 @@ class CapturedPart:
                     for keyword, _ in self.stage.received
                 },
                 dtype=self._dtype,
-                device=self._device,
+                device=self.device,
                 call=self.call,
                 eager=self._eager,
                 carried=self._carried,
@@ -282,7 +237,7 @@ class CapturedPart:
             self.model,
             analysis,
             arguments,
-            device=self._device,
+            device=self.device,
             call=self.call,
             granularity=self.granularity,
             exported=self._trial(analysis, arguments),
@@ -325,7 +280,7 @@ class CapturedPart:
         for met in of_kind:
             if met.covers(shapes) and met.recording.holds_for(arguments):
                 return met.recording.values
-        found = read_values(self.model, analysis, arguments, device=self._device, call=self.call)
+        found = read_values(self.model, analysis, arguments, device=self.device, call=self.call)
         known.append(found)
         # at a second length the same operations led to the same readings: so they do at others
         alike = next((met for met in of_kind if met.recording.is_made_as(found)), None)
@@ -347,7 +302,7 @@ class CapturedPart:
 
     def call(self, module: nn.Module, by_name: Mapping[str, Any]) -> Any:
         """Call the module with what is traced, and return its loss and its outputs by their names in the graph."""
-        arguments = {keyword: by_name[name] for keyword, name in _arguments(self.stage).items()}
+        arguments = {keyword: by_name[name] for keyword, name in traced_names(self.stage).items()}
         arguments |= {keyword: by_name[keyword] for keyword, _ in self.stage.constants}
         returned: Any = module(**with_records(arguments))
         if not self.stage.nodes:
@@ -367,27 +322,22 @@ class CapturedPart:
             shapes: of what other stages make.
         """
         rows = resize_batch(batch, num_samples)
-        found = self._arguments_of(rows, shapes, num_samples)
-        if isinstance(rows, WholeUnit):
-            return WholeUnit(found, num_samples=num_samples, readings=rows.readings)
-        return found
-
-    def _arguments_of(
-        self, rows: Batch, shapes: Mapping[str, TensorSpec], num_samples: int
-    ) -> dict[str, Any]:
-        names = _arguments(self.stage)
+        names = traced_names(self.stage)
         found: dict[str, Any] = {key: rows[key] for _, key in self.stage.batch_inputs}
         for keyword, node in self.stage.received:
             spec = shapes[node]
             empty = torch.empty(spec.shape_for(num_samples), dtype=getattr(torch, spec.dtype), device="meta")
             found[names[keyword]] = empty.requires_grad_(spec.requires_grad)
+        found |= dict(self.stage.constants)
         if not self.stage.nodes:  # called with the batch as it is: a later one may have other constants
-            return found | {key: rows.get(key, value) for key, value in self.stage.constants}
-        return found | dict(self.stage.constants)
+            found |= {key: rows[key] for key, _ in self.stage.constants if key in rows}
+        if isinstance(rows, WholeUnit):
+            return WholeUnit(found, num_samples=num_samples, readings=rows.readings)
+        return found
 
     def as_traced(self, arguments: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what the module is called with, by keyword, under the names it is traced by."""
-        return {name: arguments[keyword] for keyword, name in _arguments(self.stage).items()}
+        return {name: arguments[keyword] for keyword, name in traced_names(self.stage).items()}
 
     # ---- names ---------------------------------------------------------------------------------
 
@@ -401,76 +351,7 @@ class CapturedPart:
         Raises:
             ConfigError: an output is no operator's result, or two are the same.
         """
-        local = self.local_graph(captured)
-        return (
-            self._view_alone(captured, local) if self.stage.is_alone else self._view_within(captured, local)
-        )
-
-    def _view_alone(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
-        """Return a capture as it is: the whole graph is this part."""
-        op_graph = captured.op_graph
-        return PartView(
-            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
-            blocks=local,
-            loss=op_graph.loss,
-            outputs={},
-            received_saved=(),
-            names={node.name: node.name for node in op_graph.nodes},
-            local_blocks={block.name: block.name for block in local.blocks},
-        )
-
-    def _view_within(self, captured: CapturedGraph | Analysis, local: BlockGraph) -> PartView:
-        """Return a capture under the names of a graph of several stages.
-
-        With the stage "vision", whose output "last_hidden_state" is the graph's "hidden": operator ``add_3`` is
-        "vision:add_3", but "vision.hidden" where it makes that output; block "layers.0" is "vision.layers.0".
-        """
-        op_graph = captured.op_graph
-        # three kinds of names, each with a map from the capture's: operators and received tensors, blocks, parameters
-        names = self._names(op_graph, local)
-        called = {b.name: f"{self.stage.prefix}{b.name}" for b in local.blocks}
-        parameters = self.parameter_names(op_graph)
-
-        def renamed(spec: TensorSpec) -> TensorSpec:
-            return dataclasses.replace(spec, name=names[spec.name])
-
-        # what leaves the part: other stages read its outputs by the user's names, whatever operator makes them
-        by_name = {node.name: node for node in op_graph.nodes}
-        outputs = {}
-        for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
-            spec = by_name[node].output
-            assert spec is not None, "outputs are tensors"
-            outputs[names[node]] = renamed(spec)
-        # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
-        # saved on both sides of an edge, which counts once (`describe._saved`)
-        saved = [_renamed_saved(tensor, called, names) for tensor in local.saved]
-        blocks = BlockGraph(
-            model=self.stage.name,
-            num_samples=local.num_samples,
-            blocks=tuple(_renamed_block(block, called, names, parameters) for block in local.blocks),
-            edges=tuple(
-                dataclasses.replace(
-                    edge,
-                    src=called[edge.src],
-                    dst=called[edge.dst],
-                    tensors=tuple(names[n] for n in edge.tensors),
-                )
-                for edge in local.edges
-            ),
-            tensors={names[name]: renamed(spec) for name, spec in local.tensors.items()},
-            loss_block=None if local.loss_block is None else called[local.loss_block],
-            tied={parameters[name]: tuple(called[b] for b in by) for name, by in local.tied.items()},
-            saved=tuple(tensor for tensor in saved if tensor.made_by),
-        )
-        return PartView(
-            analysis=captured if isinstance(captured, Analysis) else captured.analysis,
-            blocks=blocks,
-            loss=None if op_graph.loss is None else names[op_graph.loss],
-            outputs=outputs,
-            received_saved=tuple(tensor for tensor in saved if not tensor.made_by),
-            names=names,
-            local_blocks={new: old for old, new in called.items()},
-        )
+        return view_part(self.stage, captured, self.local_graph(captured), self._called)
 
     def parameters(self, op_graph: OpGraph) -> tuple[Parameter, ...]:
         """Return a capture's parameters and buffers under "<stage>.<name>"."""
@@ -479,37 +360,6 @@ class CapturedPart:
             dataclasses.replace(p, name=prefix + p.name, aliases=tuple(prefix + alias for alias in p.aliases))
             for p in op_graph.parameters
         )
-
-    def parameter_names(self, op_graph: OpGraph) -> dict[str, str]:
-        """Return parameter or buffer, as the capture calls it -> what it is called in the graph."""
-        prefix, called = self.stage.prefix, self._called
-        own = {p.name: [prefix + name for name in (p.name, *p.aliases)] for p in op_graph.parameters}
-        return {
-            name: next((called[n] for n in names if n in called), names[0]) for name, names in own.items()
-        }
-
-    def _names(self, op_graph: OpGraph, local: BlockGraph) -> dict[str, str]:
-        """Return operator or received tensor -> what a graph of several stages calls it."""
-        placed = {node for block in local.blocks for node in block.nodes}
-        arguments = _arguments(self.stage)
-        names = {node.name: f"{self.stage.name}:{node.name}" for node in op_graph.nodes}
-        names |= {arguments[keyword]: node for keyword, node in self.stage.received}
-        taken: dict[str, str] = {}
-        results = dict(op_graph.outputs)
-        if op_graph.loss is not None:
-            results[str(loss_node(self.stage))] = op_graph.loss
-        for output, node in results.items():
-            if node not in placed:
-                raise ConfigError(
-                    f"stage {self.stage.name!r}: output {output!r} is no result of its layers (an input, a parameter, "
-                    "or made of inputs alone); read it from the batch where it is needed"
-                )
-            if node in taken:
-                raise ConfigError(
-                    f"stage {self.stage.name!r}: outputs {taken[node]!r} and {output!r} are the same tensor; name one"
-                )
-            taken[node] = names[node] = output
-        return names
 
     # ---- code ----------------------------------------------------------------------------------
 
@@ -661,7 +511,7 @@ class CapturedPart:
             code,
             nodes,
             outputs,
-            names=_local(view),
+            names=view.local_names,
             finish=lambda function: self._in_graph(function, view.names, op_graph, cut.outputs),
         )
 
@@ -674,7 +524,7 @@ class CapturedPart:
 
         def for_lengths(shapes: Batch, lengths: Lengths) -> StageAtLengths:
             capture, view = self.capture_for_lengths(analysis, shapes, lengths), self.view(analysis)
-            names = _local(view)
+            names = view.local_names
             code = StageCode(
                 function=IDLE,
                 tensors=view.outputs,
@@ -700,7 +550,7 @@ class CapturedPart:
         key = (analysis, _shapes(arguments), {key: tuple(axes) for key, axes in lengths.items()})
         if self._for_lengths is None or self._for_lengths[0] != key:
             capture = recapture_for_lengths(
-                self.model, analysis, arguments, lengths, device=self._device, call=self.call
+                self.model, analysis, arguments, lengths, device=self.device, call=self.call
             )
             self._for_lengths = key, capture
         return self._for_lengths[1]
@@ -720,7 +570,7 @@ class CapturedPart:
                 f"stage {plan.stages[stage].name}: blocks {missing[:3]} are gone from the graph captured at "
                 f"{captured.op_graph.num_samples} samples; the model's structure depends on its input shapes"
             )
-        local = {new: old for old, new in view.names.items()}
+        local = view.local_names
         by_name = {block.name: block for block in view.blocks.blocks}
         return {name: tuple(local[node] for node in by_name[name].nodes) for name in blocks}
 
@@ -728,7 +578,7 @@ class CapturedPart:
         self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
     ) -> StageFunction:
         """Return code with everything under the whole graph's names; batch keys have theirs."""
-        parameters = self.parameter_names(op_graph)
+        parameters = parameter_names(self.stage, op_graph, self._called)
         return dataclasses.replace(
             function,
             tensors=tuple(parameters[name] for name in function.tensors),
@@ -737,16 +587,11 @@ class CapturedPart:
         )
 
 
-def _local(view: PartView) -> dict[str, str]:
-    """Return what the graph calls a part's operators and received tensors -> what the capture does."""
-    return {new: old for old, new in view.names.items()}
-
-
-def whole_part(model: nn.Module, batch: Batch, *, granularity: str = "layer") -> CapturedPart:
+def whole_part(model: nn.Module, batch: Batch) -> CapturedPart:
     """Return a plain model as the part that is all there is: the `StageSource` of a reference captured elsewhere."""
     resolved = resolve_module(model, batch, num_ranks=1)
     return CapturedPart(
-        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity=granularity, called={}
+        resolved.stages[0], dtype=None, device=torch.device("cpu"), granularity="layer", called={}
     )
 
 
@@ -781,26 +626,4 @@ def _operators(
         storage_of={**storage_of, **received},
         local={names[node.name]: node.name for node in op_graph.nodes if node.name in names},
         repeated=repeated_operands(captured.graph, frozenset(captured.masks)),
-    )
-
-
-def _renamed_block(
-    block: Block, called: Mapping[str, str], names: Mapping[str, str], parameters: Mapping[str, str]
-) -> Block:
-    return dataclasses.replace(
-        block,
-        name=called[block.name],
-        nodes=tuple(names[node] for node in block.nodes),
-        parameters=tuple(parameters[name] for name in block.parameters),
-    )
-
-
-def _renamed_saved(tensor: SavedTensor, called: Mapping[str, str], names: Mapping[str, str]) -> SavedTensor:
-    operator = tensor.name.removesuffix(INSIDE)
-    return dataclasses.replace(
-        tensor,
-        name=names[operator] + tensor.name.removeprefix(operator),
-        made_by=called.get(tensor.made_by, ""),
-        kept_by=tuple(called[block] for block in tensor.kept_by),
-        views=tuple(names[name] for name in tensor.views),
     )

@@ -1,22 +1,197 @@
 """A stage graph as the planner and the runtime know models: blocks, their tensors, parameters, inputs, the loss.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph, OpNode, Parameter, SavedTensor
-from gpp_plugin.model.graph.captured_part import ARGUMENT, PartView
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import loss_node
+from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.model.graph.module_trial import Shapes, loss_node
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
+from gpp_plugin.runtime.memory.activation_policy import INSIDE
 from gpp_plugin.runtime.stage_module import Reference
+
+# ---- a captured part under the names of the whole graph --------------------------------------------------------
+
+ARGUMENT = "argument_"
+"""In front of received arguments' names while tracing: torch.fx renames those that are Python's own (``input``)."""
+
+
+def traced_names(stage: GraphStage) -> dict[str, str]:
+    """Return keyword -> what is traced for it; each tensor once, however many keywords it receives for.
+
+    An entry of the batch is traced under its key. What other stages make has the name of the first keyword for it:
+    ``left=vision.hidden, right=vision.hidden, mask=mask`` is
+    ``{"left": "argument_left", "right": "argument_left", "mask": "mask"}``.
+    """
+    first: dict[str, str] = {}
+    received = {keyword: first.setdefault(node, ARGUMENT + keyword) for keyword, node in stage.received}
+    return {**dict(stage.batch_inputs), **received}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartView:
+    """A captured part in one mode, under the names of the whole graph.
+
+    Args:
+        blocks: as planners know it.
+        loss: what its loss is called, if it yields one.
+        outputs: "stage.output", and what its loss is called -> its spec.
+        received_saved: what it keeps of what other stages make, made by no block here.
+        names: operator or received tensor -> what it is called in the whole graph.
+        local_blocks: block of the whole graph -> the capture's own name of it.
+    """
+
+    analysis: Analysis
+    blocks: BlockGraph
+    loss: str | None
+    outputs: Mapping[str, TensorSpec]
+    received_saved: tuple[SavedTensor, ...]
+    names: Mapping[str, str]
+    local_blocks: Mapping[str, str]
+
+    @property
+    def local_names(self) -> dict[str, str]:
+        """Return what the graph calls the part's operators and received tensors -> what the capture does."""
+        return {new: old for old, new in self.names.items()}
+
+
+def view_part(
+    stage: GraphStage, captured: CapturedGraph | Analysis, local: BlockGraph, called: Mapping[str, str]
+) -> PartView:
+    """Return a capture as the whole graph sees it: as it is where it is alone.
+
+    With the stage "vision", whose output "last_hidden_state" is the graph's "hidden": operator ``add_3`` is
+    "vision:add_3", but "vision.hidden" where it makes that output; block "layers.0" is "vision.layers.0".
+
+    Args:
+        local: its blocks under its own names.
+        called: "stage.parameter" of a parameter tied to another stage's -> what it is called on every stage.
+
+    Raises:
+        ConfigError: an output is no operator's result, or two are the same.
+    """
+    analysis = captured if isinstance(captured, Analysis) else captured.analysis
+    if stage.is_alone:
+        return PartView(
+            analysis=analysis,
+            blocks=local,
+            loss=analysis.op_graph.loss,
+            outputs={},
+            received_saved=(),
+            names={node.name: node.name for node in analysis.op_graph.nodes},
+            local_blocks={block.name: block.name for block in local.blocks},
+        )
+    op_graph = captured.op_graph
+    # three kinds of names, each with a map from the capture's: operators and received tensors, blocks, parameters
+    names = _part_names(stage, op_graph, local)
+    placed = {b.name: f"{stage.prefix}{b.name}" for b in local.blocks}
+    parameters = parameter_names(stage, op_graph, called)
+
+    def renamed(spec: TensorSpec) -> TensorSpec:
+        return dataclasses.replace(spec, name=names[spec.name])
+
+    # what leaves the part: other stages read its outputs by the user's names, whatever operator makes them
+    by_name = {node.name: node for node in op_graph.nodes}
+    outputs = {}
+    for node in (*op_graph.outputs.values(), *([op_graph.loss] if op_graph.loss else [])):
+        spec = by_name[node].output
+        assert spec is not None, "outputs are tensors"
+        outputs[names[node]] = renamed(spec)
+    # what it keeps for backward has no maker here where it was received: the whole graph then finds one storage
+    # saved on both sides of an edge, which counts once (`_saved`)
+    saved = [_renamed_saved(tensor, placed, names) for tensor in local.saved]
+    blocks = BlockGraph(
+        model=stage.name,
+        num_samples=local.num_samples,
+        blocks=tuple(_renamed_block(block, placed, names, parameters) for block in local.blocks),
+        edges=tuple(
+            dataclasses.replace(
+                edge,
+                src=placed[edge.src],
+                dst=placed[edge.dst],
+                tensors=tuple(names[n] for n in edge.tensors),
+            )
+            for edge in local.edges
+        ),
+        tensors={names[name]: renamed(spec) for name, spec in local.tensors.items()},
+        loss_block=None if local.loss_block is None else placed[local.loss_block],
+        tied={parameters[name]: tuple(placed[b] for b in by) for name, by in local.tied.items()},
+        saved=tuple(tensor for tensor in saved if tensor.made_by),
+    )
+    return PartView(
+        analysis=analysis,
+        blocks=blocks,
+        loss=None if op_graph.loss is None else names[op_graph.loss],
+        outputs=outputs,
+        received_saved=tuple(tensor for tensor in saved if not tensor.made_by),
+        names=names,
+        local_blocks={new: old for old, new in placed.items()},
+    )
+
+
+def parameter_names(stage: GraphStage, op_graph: OpGraph, called: Mapping[str, str]) -> dict[str, str]:
+    """Return parameter or buffer, as the capture calls it -> what it is called in the graph."""
+    own = {p.name: [stage.prefix + name for name in (p.name, *p.aliases)] for p in op_graph.parameters}
+    return {name: next((called[n] for n in names if n in called), names[0]) for name, names in own.items()}
+
+
+def _part_names(stage: GraphStage, op_graph: OpGraph, local: BlockGraph) -> dict[str, str]:
+    """Return operator or received tensor -> what a graph of several stages calls it."""
+    placed = {node for block in local.blocks for node in block.nodes}
+    arguments = traced_names(stage)
+    names = {node.name: f"{stage.name}:{node.name}" for node in op_graph.nodes}
+    names |= {arguments[keyword]: node for keyword, node in stage.received}
+    taken: dict[str, str] = {}
+    results = dict(op_graph.outputs)
+    if op_graph.loss is not None:
+        results[str(loss_node(stage))] = op_graph.loss
+    for output, node in results.items():
+        if node not in placed:
+            raise ConfigError(
+                f"stage {stage.name!r}: output {output!r} is no result of its layers (an input, a parameter, "
+                "or made of inputs alone); read it from the batch where it is needed"
+            )
+        if node in taken:
+            raise ConfigError(
+                f"stage {stage.name!r}: outputs {taken[node]!r} and {output!r} are the same tensor; name one"
+            )
+        taken[node] = names[node] = output
+    return names
+
+
+def _renamed_block(
+    block: Block, called: Mapping[str, str], names: Mapping[str, str], parameters: Mapping[str, str]
+) -> Block:
+    return dataclasses.replace(
+        block,
+        name=called[block.name],
+        nodes=tuple(names[node] for node in block.nodes),
+        parameters=tuple(parameters[name] for name in block.parameters),
+    )
+
+
+def _renamed_saved(tensor: SavedTensor, called: Mapping[str, str], names: Mapping[str, str]) -> SavedTensor:
+    operator = tensor.name.removesuffix(INSIDE)
+    return dataclasses.replace(
+        tensor,
+        name=names[operator] + tensor.name.removeprefix(operator),
+        made_by=called.get(tensor.made_by, ""),
+        kept_by=tuple(called[block] for block in tensor.kept_by),
+        views=tuple(names[name] for name in tensor.views),
+    )
+
+
+# ---- the whole ------------------------------------------------------------------------------------------------
 
 Tensors = Mapping[str, Sequence[Parameter]]
 """Stage -> its parameters and buffers, each under the stage's own name of it."""

@@ -3,13 +3,12 @@
 The engine uses it through `model.model_source`; it needs no DeepSpeed itself.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import logging
 import time
 from collections import OrderedDict
@@ -33,15 +32,14 @@ from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import OpGraph, Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.size_formulas import LengthCosts
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, PartView, owner_of_block
-from gpp_plugin.model.graph.describe_graph import describe_graph, merged_parameters
-from gpp_plugin.model.graph.graph_shapes import Shapes
-from gpp_plugin.model.graph.module_trial import IDLE, Place, loss_node, stage_function
+from gpp_plugin.model.graph.captured_part import CapturedPart, PartContext, owner_of_block
+from gpp_plugin.model.graph.describe_graph import PartView, describe_graph, merged_parameters
+from gpp_plugin.model.graph.module_cost import Measuring
+from gpp_plugin.model.graph.module_trial import IDLE, Place, Shapes, loss_node, stage_function
 from gpp_plugin.model.graph.probe import Prober, Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph, resolve, resolve_module
-from gpp_plugin.model.graph.stage_context import StageContext, make_contexts
-from gpp_plugin.model.graph.stage_costs import Measuring, StageCosts, measure_stages
-from gpp_plugin.model.graph.stage_graph import StageGraph
+from gpp_plugin.model.graph.stage_costs import StageCosts, measure_stages
+from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_contexts
 from gpp_plugin.model.graph.user_module import (
     UserModule,
     check_replicas,
@@ -50,8 +48,9 @@ from gpp_plugin.model.graph.user_module import (
     make_module,
     tied_names,
 )
+from gpp_plugin.model.materialize import derive_seed
 from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
-from gpp_plugin.model.verify.verification import StartUp, verify_part
+from gpp_plugin.model.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
 from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
@@ -204,7 +203,9 @@ class GraphJob:
                 if stage.is_captured:
                     held[stage.name] = self._part(stage).tensors()
                     continue
-                made[stage.name] = make_module(stage, contexts[stage.name], seed=_seed(seed, stage.name))
+                made[stage.name] = make_module(
+                    stage, contexts[stage.name], seed=derive_seed(seed, stage.name)
+                )
                 held[stage.name] = describe_tensors(stage.name, made[stage.name])
             return held
 
@@ -420,7 +421,7 @@ class GraphJob:
 
         return UnitRule(num_samples=self._loss_unit, read=read)
 
-    def meet(self, batch: Batch, *, is_training: bool) -> None:
+    def learn_shapes(self, batch: Batch, *, is_training: bool) -> None:
         """Learn the shapes that come of a batch like this one, unless they are known."""
         if self.whole is None:
             resolved = self.resolved if is_training else self._resolve(batch, needs_loss=False)
@@ -488,20 +489,13 @@ class GraphJob:
 
     def _called_with(self, reference: Reference, batch: Batch) -> GraphStage:
         """Return the whole model as it was traced for batches of these keys."""
-        assert self.whole is not None
+        stage = self.whole
         if not reference.analysis.is_training:
-            return self._evaluated(reference, batch)
-        if not batch.keys() < self._sample.keys():
-            return self.whole
-        lacking = self._resolve(batch).whole
-        assert lacking is not None
-        return lacking
-
-    def _evaluated(self, reference: Reference, batch: Batch) -> GraphStage:
-        """Return the whole model as evaluation traced it for batches of these keys."""
-        requested = tuple(reference.analysis.op_graph.outputs)
-        stage = self._resolve(batch, needs_loss=False, requested=requested).whole
-        assert stage is not None, "it has blocks"
+            requested = tuple(reference.analysis.op_graph.outputs)
+            stage = self._resolve(batch, needs_loss=False, requested=requested).whole
+        elif batch.keys() < self._sample.keys():
+            stage = self._resolve(batch).whole
+        assert stage is not None, "it is a plain model, and has blocks"
         return stage
 
     def stage_code(
@@ -548,7 +542,7 @@ class GraphJob:
         outputs = dict.fromkeys([*sent, *([] if loss is None else [loss]), *named.values()])
         tensors = {n: t for n, t in own_stage.named_tensors().items() if n in self._names[name]}
         return StageCode(
-            function=stage_function(called, own_stage.given, tuple(outputs), tensors=tensors),
+            function=stage_function(called, own_stage.user_module, tuple(outputs), tensors=tensors),
             tensors=shapes.tensors,
             inputs=shapes.inputs,
             loss=loss,
@@ -594,8 +588,3 @@ def _cannot_do_without(known: OpGraph, unit: Batch, error: CaptureError) -> Capt
 def _key(stage: GraphStage) -> _PartKey:
     """Return what a captured part is traced for: evaluation may lack labels, and request outputs."""
     return stage.name, stage.batch_inputs, stage.nodes, stage.requested, repr(stage.constants)
-
-
-def _seed(seed: int, name: str) -> int:
-    """Return the seed of a stage's factory: 63 bits of a hash of the job's and the stage's name."""
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "big") >> 1

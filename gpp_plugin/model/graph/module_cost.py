@@ -30,7 +30,8 @@ from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SavedStorage
-from gpp_plugin.model.graph.captured_part import CapturedPart, PartView
+from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.describe_graph import PartView
 from gpp_plugin.model.graph.module_trial import ModuleTrial, Place, stage_arguments
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
@@ -47,6 +48,21 @@ from gpp_plugin.runtime.split import BackwardSplitter
 
 # What the blocks of a captured part cost, a plain model's or one part's of a stage graph: profiled where they are not
 # stored; other numbers of samples are traced only then.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measuring:
+    """How stages are profiled.
+
+    Args:
+        optimizer_bytes: optimizer state for each trained parameter.
+        cache_dir: where profiles are stored; None for the default.
+        with_split: time backwards in two parts too, for zero-bubble schedules.
+    """
+
+    optimizer_bytes: float
+    cache_dir: str | None = None
+    with_split: bool = False
 
 
 class _Captures:
@@ -94,9 +110,7 @@ def profile_part(
     survey: Survey,
     *,
     counts: Sequence[int],
-    optimizer_bytes: float,
-    cache_dir: str | None,
-    with_split: bool,
+    measuring: Measuring,
 ) -> Profile:
     """Return the costs of a part's blocks, under the whole graph's names of them.
 
@@ -106,7 +120,6 @@ def profile_part(
 
     Args:
         counts: numbers of samples to time it at, increasing.
-        optimizer_bytes, cache_dir, with_split: as of `Measuring`.
 
     Raises:
         CaptureError: the module cannot be captured where it must be.
@@ -129,9 +142,9 @@ def profile_part(
                 sample_counts=counts,
                 threads=torch.get_num_threads(),
                 repeats=NODE_REPEATS if part.granularity == "node" else BLOCK_REPEATS,
-                optimizer_bytes_per_parameter=optimizer_bytes,
-                cache_dir=cache_dir,
-                with_split=with_split,
+                optimizer_bytes_per_parameter=measuring.optimizer_bytes,
+                cache_dir=measuring.cache_dir,
+                with_split=measuring.with_split,
                 progress=lambda done, total, name: _show_progress(shown, done, total, name),
             )
 
@@ -302,8 +315,6 @@ def line(points: list[tuple[int, int]]) -> tuple[float, float]:
 
 logger = logging.getLogger(__name__)
 
-WARM_UPS, REPEATS = 1, 4
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
@@ -328,15 +339,13 @@ def measure_module(
     survey: Survey,
     *,
     counts: Sequence[int],
-    optimizer_bytes: float,
-    with_split: bool,
+    measuring: Measuring,
 ) -> Profile:
     """Return the cost of a module as a profile of one block; collective over the stage's ranks.
 
     Args:
         counts: numbers of samples to time it at, increasing; those that it cannot do are left out, but for the last.
-        optimizer_bytes: optimizer state for each trained parameter.
-        with_split: time backwards in two parts too, at the largest number of samples.
+            Backwards are timed in two parts at the largest.
 
     Raises:
         ConfigError: the module fails at its largest number of samples.
@@ -346,15 +355,15 @@ def measure_module(
         arguments = stage_arguments(
             stage, batch, count, place, tensors=survey.shapes.tensors, values=survey.values, largest=count
         )
-        return ModuleTrial(stage=stage, module=own.given, device=place.device, arguments=arguments)
+        return ModuleTrial(stage=stage, module=own.user_module, device=place.device, arguments=arguments)
 
     # Times stay one a count, as a forward of 4 samples is rarely four forwards of one; saved bytes become a line. With
     # 4 KiB of hidden states a sample and a mask of 1 KiB that is saved once: 5, 17 and 33 KiB at 1, 4 and 8 samples,
     # so saved_bytes_per_sample is 4 KiB and saved_bytes_fixed 1 KiB.
     runs = _time_all(trial, counts)
-    split = measure_split(trial(counts[-1])) if with_split else NOT_MEASURED
+    split = measure_split(trial(counts[-1])) if measuring.with_split else NOT_MEASURED
     done = sorted(runs)
-    parameters = list(own.given.parameters())
+    parameters = list(own.user_module.parameters())
     trained = [p for p in parameters if p.requires_grad]
     per_sample, fixed = line([(n, sum(k.num_bytes for k in runs[n].uses)) for n in done])
     cost = BlockCost(
@@ -364,9 +373,9 @@ def measure_module(
         backward_us=tuple(runs[n].backward_us for n in done),
         saved_bytes_per_sample=per_sample,
         saved_bytes_fixed=fixed,
-        parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.given.buffers()),
+        parameter_bytes=sum(p.nbytes for p in parameters) + sum(b.nbytes for b in own.user_module.buffers()),
         gradient_bytes=sum(p.nbytes for p in trained),
-        optimizer_bytes=round(sum(p.numel() for p in trained) * optimizer_bytes),
+        optimizer_bytes=round(sum(p.numel() for p in trained) * measuring.optimizer_bytes),
         transient_bytes_per_sample=runs[done[-1]].transient_bytes / done[-1],
         split_factor=split.factor,
         input_share=split.input_share,

@@ -26,6 +26,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,11 +36,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from gpp_plugin.capture.attention import repeated_operands
-from gpp_plugin.capture.eager.padded_records import is_padded
-from gpp_plugin.capture.lengths import LengthCapture
-from gpp_plugin.capture.mask_values import MasksAtLengths
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit
+from gpp_plugin.capture.captured_graph import LengthCapture
+from gpp_plugin.capture.mask_values import MasksAtLengths, repeated_operands
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, is_padded
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.size_formulas import Mismatch
 from gpp_plugin.runtime.batches import Batch
@@ -168,10 +167,6 @@ class _Kind:
         self.tried.add(attempt.key)
         return True
 
-    def give_up_any_count(self) -> None:
-        """Make no more attempts for any number of samples: what was refused will be from another batch as well."""
-        self.tried.update((None, place) for place in range(MAX_EXPORTS_AT_ANY_COUNT))
-
     def keep(self, stage: StageAtLengths, count: int | None) -> None:
         """Let a stage be the first that is looked at, for so many samples; None: for any number."""
         self.stages.insert(0, (count, stage))
@@ -289,7 +284,8 @@ class CodeForLengths:
             # whatever torch raises on symbols: the shape is then captured by itself
             logger.debug("%s has no capture for many lengths", self._model, exc_info=True)
             if attempt.num_samples is None:
-                kind.give_up_any_count()
+                # no more attempts for any number of samples: another batch will be refused as well
+                kind.tried.update((None, place) for place in range(MAX_EXPORTS_AT_ANY_COUNT))
             return first_line(error)
         first = kind.firsts[num_samples]
         fixed = [
@@ -368,7 +364,7 @@ def _attempts(kind: _Kind, wanted: _Wanted) -> Iterator[_Attempt]:
     differing = _unpadded_differing(first, new, arguments)
     # sizes of images are among a whole unit's numbers, and a model whose Python reads these may not leave them open
     whole = None if isinstance(arguments, WholeUnit) else _with_all_lengths(differing, new, arguments)
-    for example in sorted((new, first), key=_num_elements, reverse=True):
+    for example in sorted((new, first), key=lambda at: sum(map(math.prod, at.values())), reverse=True):
         for axes in (whole, differing):
             if axes is not None:
                 yield _Attempt(num_samples, example, _open(axes, example))
@@ -390,10 +386,6 @@ def _with_all_lengths(differing: Lengths, new: Shapes, arguments: Batch) -> Leng
 def _open(lengths: Lengths, example: Mapping[str, tuple[int, ...]]) -> Lengths:
     opened = {key: tuple(a for a in axes if example[key][a] > 1) for key, axes in lengths.items()}
     return {key: axes for key, axes in opened.items() if axes}
-
-
-def _num_elements(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    return sum(torch.Size(shape).numel() for shape in shapes.values())
 
 
 def _resized(arguments: Batch, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

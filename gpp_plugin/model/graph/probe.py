@@ -10,6 +10,7 @@ Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,17 +18,22 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.graph_shapes import Seen, Shapes, at_new_shape, layout_of, spec_of
 from gpp_plugin.model.graph.module_trial import (
     Place,
+    Seen,
+    Shapes,
     Values,
+    at_new_shape,
     call_stage,
     input_specs,
+    layout_of,
+    spec_of,
     stage_arguments,
     undisturbed,
 )
@@ -92,7 +98,7 @@ class Prober:
     def _module_of(self, stage: GraphStage) -> nn.Module:
         own = self._own[stage.name]
         assert isinstance(own, UserModule), "a captured part is not run"
-        return own.given
+        return own.user_module
 
     def survey(self, batch: Batch, num_samples: int) -> Survey:
         """Find out shapes, layouts and who mixes samples, in training mode, at two numbers of samples.
@@ -206,12 +212,10 @@ class Prober:
         report = self._run_at(stage, batch, counts, tensors, values, True)
         if stage.spec.coupled is not None or stage.losses:
             return report
-        return _Report(
-            seen=report.seen,
-            values=report.values,
-            mixes=_has_batch_statistics(self._module_of(stage))
-            or self._mixes_rows(stage, batch, counts, tensors, values),
-        )
+        # a module that normalises over samples in training does so in no run in evaluation mode
+        norms = any(isinstance(part, _BatchNorm) for part in self._module_of(stage).modules())
+        mixes = norms or self._mixes_rows(stage, batch, counts, tensors, values)
+        return dataclasses.replace(report, mixes=mixes)
 
     def _trace(
         self,
@@ -263,7 +267,7 @@ class Prober:
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
                 )
                 with nullcontext() if is_training and count == counts[0] else torch.no_grad():
-                    outputs = self._call(stage, arguments)
+                    outputs = call_stage(stage, self._module_of(stage), arguments)
                 seen.append({node: _seen(stage, node, tensor) for node, tensor in outputs.items()})
                 shards = {f"{stage.name}.{name}" for name, _ in stage.spec.sharded_outputs}
                 produced.update(
@@ -291,12 +295,9 @@ class Prober:
                 arguments = stage_arguments(
                     stage, batch, count, self._place, tensors=tensors, values=values, largest=counts[-1]
                 )
-                found.append(self._call(stage, arguments))
+                found.append(call_stage(stage, self._module_of(stage), arguments))
         alone, together = found
         return any(not _begins_with(together[node], tensor) for node, tensor in alone.items())
-
-    def _call(self, stage: GraphStage, arguments: dict[str, Tensor]) -> dict[str, Tensor]:
-        return call_stage(stage, self._module_of(stage), arguments)
 
 
 def _seen(stage: GraphStage, node: str, tensor: Tensor) -> Seen:
@@ -332,11 +333,6 @@ def _check_gradient(stage: GraphStage, seen: Mapping[str, Seen]) -> None:
             f"stage {stage.name!r}: its loss {' + '.join(stage.losses)} needs no gradient, so that nothing before it "
             "would train; remove detach(), item() or torch.no_grad() between its inputs and the loss"
         )
-
-
-def _has_batch_statistics(module: nn.Module) -> bool:
-    """Return whether a module normalises over samples in training, which no run in evaluation mode shows."""
-    return any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in module.modules())
 
 
 def _begins_with(long: Tensor, short: Tensor) -> bool:

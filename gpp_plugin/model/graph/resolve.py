@@ -337,14 +337,13 @@ def _with_known(stage: GraphStage, batch_keys: Collection[str], losses: Collecti
     if not missing and yields_loss:
         return stage
     nodes = tuple((field, node) for field, node in stage.nodes if node not in losses)
-    if not stage.is_captured or not nodes or not missing <= _optional_arguments(stage):
+    optional = (
+        {n for n, p in _parameters(stage).items() if p.default is not p.empty} if stage.is_captured else set()
+    )
+    if not stage.is_captured or not nodes or not missing <= optional:
         return None
     known = tuple((keyword, key) for keyword, key in stage.batch_inputs if keyword not in missing)
     return dataclasses.replace(stage, batch_inputs=known, nodes=nodes)
-
-
-def _optional_arguments(stage: GraphStage) -> set[str]:
-    return {p.name for p in _parameters(stage).values() if p.default is not inspect.Parameter.empty}
 
 
 def _parameters(stage: GraphStage) -> Mapping[str, inspect.Parameter]:

@@ -27,7 +27,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.module_cost import measure_module, profile_part
+from gpp_plugin.model.graph.module_cost import Measuring, measure_module, profile_part
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
@@ -80,7 +80,7 @@ class StoredProfile:
         self._store = CostStore(cache_dir)
         self._key: dict[str, Any] | None = None
         try:
-            description = describe_module(own.given)
+            description = describe_module(own.user_module)
         except (NotDescribed, OSError) as error:
             logger.info(
                 "stage %s: its profile is not stored, but measured each time: nothing distinguishes one such module "
@@ -297,21 +297,6 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measuring:
-    """How stages are profiled.
-
-    Args:
-        optimizer_bytes: optimizer state for each trained parameter.
-        cache_dir: where profiles are stored; None for the default.
-        with_split: time backwards in two parts too, for zero-bubble schedules.
-    """
-
-    optimizer_bytes: float
-    cache_dir: str | None = None
-    with_split: bool = False
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StageCosts:
     """What all blocks of a stage graph cost.
 
@@ -384,9 +369,10 @@ def measure_stages(
     for stage in graph.stages:
 
         def time_own(stage: GraphStage = stage) -> Profile:
-            return _time_own(
-                stage, own[stage.name], place, batch, survey, counts=counts[stage.name], measuring=measuring
-            )
+            module, at = own[stage.name], counts[stage.name]
+            if isinstance(module, CapturedPart):
+                return profile_part(module, place, batch, survey, counts=at, measuring=measuring)
+            return measure_module(stage, module, place, batch, survey, counts=at, measuring=measuring)
 
         first = stage.spec.ranks[0]
         known = stored[first].get(stage.name)
@@ -427,40 +413,6 @@ def _agreed(
         return stored
     gathered = exchange(take_turn, what=f"the {what}", group=place.group, stages=place.stages)
     return _of_all([answer for answer in gathered if answer is not None])
-
-
-def _time_own(
-    stage: GraphStage,
-    own: UserModule | CapturedPart,
-    place: Place,
-    batch: Batch,
-    survey: Survey,
-    *,
-    counts: Sequence[int],
-    measuring: Measuring,
-) -> Profile:
-    """Return what a stage of this rank costs: block by block where it is captured, else as a whole."""
-    if isinstance(own, CapturedPart):
-        return profile_part(
-            own,
-            place,
-            batch,
-            survey,
-            counts=counts,
-            optimizer_bytes=measuring.optimizer_bytes,
-            cache_dir=measuring.cache_dir,
-            with_split=measuring.with_split,
-        )
-    return measure_module(
-        stage,
-        own,
-        place,
-        batch,
-        survey,
-        counts=counts,
-        optimizer_bytes=measuring.optimizer_bytes,
-        with_split=measuring.with_split,
-    )
 
 
 def _own_stored(

@@ -11,7 +11,7 @@ from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.model.graph.stage_context import StageContext
+from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
@@ -36,7 +36,7 @@ class UserModule(StageModule):
         self._stage = stage
 
     @property
-    def given(self) -> nn.Module:
+    def user_module(self) -> nn.Module:
         """Return the user's module."""
         return self.get_submodule(self._stage)
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpp_plugin.capture.layout.layouts import is_random
+from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.runtime.memory.activation_policy import MemoryPolicy
 

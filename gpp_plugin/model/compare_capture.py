@@ -37,7 +37,7 @@ from gpp_plugin.capture.tracing.meta_copy import rebind_hooks, set_modes, switch
 from gpp_plugin.capture.tracing.outside import hidden_process_group, noted_accesses, watched_generators
 from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
 from gpp_plugin.ir.block_graph import CARRIED, is_carried
-from gpp_plugin.model.weights.materialize import materialize_parameters
+from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import build_stage_function
 

@@ -29,10 +29,7 @@ from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.torch_export import Call
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.profile import BlockCost
-from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.module_trial import Place, stage_arguments
-from gpp_plugin.model.graph.probe import Survey
-from gpp_plugin.model.verify.compare_capture import (
+from gpp_plugin.model.compare_capture import (
     HALF,
     Comparison,
     Difference,
@@ -40,6 +37,9 @@ from gpp_plugin.model.verify.compare_capture import (
     copy_model,
     in_float32,
 )
+from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.module_trial import Place, stage_arguments
+from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import restored_streams
 

@@ -13,9 +13,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -51,17 +51,89 @@ class NeedsParts(Exception):
         self.origin, self.parts = origin, parts
 
 
-class OperandReads(Protocol):
-    """What is known of an operator's operands."""
+MAX_STEPS_BACK = 48
+"""How many operators are looked through for the linear ones that make an operand."""
+
+
+class NeedsLinears(Exception):
+    """Further linear operators must be cut by columns."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self.nodes = tuple(nodes)
+
+
+@dataclass(slots=True, kw_only=True)
+class OperandReads:
+    """How operands are cut so far, and what operators that compute on parts read of them.
+
+    Args:
+        begins: linear operators cut by columns, and their parts.
+        linears: all linear operators of the graph.
+        parameters: placeholder -> parameter.
+    """
+
+    begins: Mapping[fx.Node, tuple[int, ...]]
+    linears: Mapping[fx.Node, Any]
+    parameters: Mapping[str, str]
+    cuts: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    of_parts: dict[fx.Node, list[AxisCut]] = field(default_factory=dict)
+    sums: list[fx.Node] = field(default_factory=list)
+    losses: list[fx.Node] = field(default_factory=list)
+    of_parameters: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    sliced: dict[fx.Node, AxisCut] = field(default_factory=dict)
+    wholes: dict[fx.Node, None] = field(default_factory=dict)
 
     def get(self, operand: Any) -> AxisCut | None:
-        """Return how an operand is cut; None where it is whole."""
+        """Return how an operand is cut."""
+        return self.cuts.get(operand) or self.of_parameters.get(operand) or self.sliced.get(operand)
 
     def whole(self, operand: Any) -> None:
-        """Read an operand whole, on every rank."""
+        """Read an operand whole."""
+        if not isinstance(operand, fx.Node) or operand.op == "get_attr":
+            return
+        if self.get(operand) is not None or operand in self.of_parts:
+            raise NotSharded("reads parts where it takes a whole")
+        self.wholes[operand] = None
 
     def cut(self, operand: fx.Node, cut: AxisCut) -> None:
-        """Read a part of an operand."""
+        """Read a part of an operand: it must be cut so, or is from now on."""
+        known = self.get(operand)
+        if known is not None:
+            if (known.axis, known.parts) != (cut.axis, cut.parts):
+                raise NotSharded("reads parts of unlike axes")
+            return
+        if operand in self.wholes or operand in self.sums or operand in self.losses:
+            raise NotSharded("reads parts of what is whole")
+        if operand.name in self.parameters:
+            self.of_parameters[operand] = cut
+            return
+        makers = [node for node in self._makers(operand) if node not in self.begins]
+        if makers:
+            raise NeedsLinears(makers)
+        self.sliced[operand] = cut
+
+    def _makers(self, operand: fx.Node) -> list[fx.Node]:
+        """Return the linear operators that make an operand, by operators that have rules."""
+        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
+        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
+        found, pending, seen = [], [operand], {operand}
+        while pending and len(seen) <= MAX_STEPS_BACK:
+            node = pending.pop()
+            if node in self.linears:
+                found.append(node)
+                continue
+            if node.op != "call_function" or node in self.sums:
+                continue
+            try:
+                is_part(node) or rule_of(node)
+            except NotSharded:
+                continue
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return found if len(seen) <= MAX_STEPS_BACK else []
 
 
 Rule = Callable[[fx.Node, OperandReads], AxisCut | Sequence[AxisCut]]

@@ -1,7 +1,7 @@
 """Takes what a rank's stages hold out of the user's module, under the names that the graph has for it.
 
 Source: this project
-Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py, tests/stage_graph/test_mixed.py
+Tests: tests/stage_graph/test_part.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import escape_name, whole_file
+from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
+from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.preparation import Setting, materialize_for
-from gpp_plugin.model.weights.materialize import release_parameters
+from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
-from gpp_plugin.runtime.stage_module import Reference, StageModule, joined_module
+from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards
 
 # Weights of a stage graph for use without this package: a safetensors file a stage, under its module's own names.
@@ -258,3 +260,41 @@ def _marked(module: StageModule, shards: Mapping[str, TensorShard]) -> StageModu
 def _is_same(tensor: Tensor, other: Tensor) -> bool:
     """Return whether two tensors are the same memory."""
     return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()
+
+
+@torch.no_grad()
+def separate_copies(stages: Sequence[StageModule]) -> None:
+    """Give each stage of a rank its own memory for what an earlier one holds too: each trains its own copy."""
+    seen: set[int] = set()
+    for module in stages:
+        tensors = [t for t in module.named_tensors().values() if t.numel() and not t.is_meta]
+        for tensor in tensors:
+            if tensor.data_ptr() in seen:
+                tensor.data = tensor.data.clone()
+        seen.update(tensor.data_ptr() for tensor in tensors)
+
+
+def names_held(
+    part: CapturedPart, runner: RankRunner, stage: int, function: StageFunction
+) -> tuple[str, ...]:
+    """Return what a stage of a captured part holds on this rank.
+
+    What no block of the part reads must still be in files: it rests on the part's last stage.
+    """
+    graph, op_graph = runner.reference.block_graph, runner.reference.analysis.op_graph
+    own = set(runner.plan.stages[stage].blocks)
+    names = [*function.tensors]
+    names += [n for block in graph.blocks if block.name in own for n in block.parameters]
+    is_alone, name = part.stage.is_alone, part.stage.name
+    mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
+    last = max(i for i, other in enumerate(runner.plan.stages) if not mine.isdisjoint(other.blocks))
+    if last == stage:
+        used = {n for block in graph.blocks for n in block.parameters}
+        names += [
+            p.name
+            for p in op_graph.parameters
+            if p.name.startswith(part.stage.prefix)
+            and p.name not in used
+            and (p.is_persistent or not p.is_buffer)
+        ]
+    return tuple(dict.fromkeys(names))

@@ -245,7 +245,7 @@ class _Draw:
 
 
 def derive_seed(seed: int, name: str) -> int:
-    """Return the seed of the parameter called ``name``: 63 bits of a hash of both."""
+    """Return the seed of the parameter, or of the factory of a stage, called ``name``: 63 bits of a hash of both."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
@@ -270,7 +270,8 @@ def _initialise_one(
     like = places[0][2]
     # Drawn in float32 and rounded, so that a bf16 model is the fp32 model rounded: the same
     # seed, the same model.
-    dtype = like.dtype if not _is_low_precision(like.dtype) else torch.float32
+    is_low = like.dtype.is_floating_point and torch.finfo(like.dtype).bits < 32
+    dtype = torch.float32 if is_low else like.dtype
 
     def run(start: Tensor) -> tuple[Tensor, list[str]]:
         # Seeded once, before all initialisers: an ancestor's draws on where the owner's stopped, in every run alike.
@@ -299,10 +300,6 @@ def _initialise_one(
 
 def _tried(calls: list[str]) -> str:
     return "tried " + ", ".join(dict.fromkeys(calls)) if calls else "its module has no initialiser"
-
-
-def _is_low_precision(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point and torch.finfo(dtype).bits < 32
 
 
 def _run_initialisers(

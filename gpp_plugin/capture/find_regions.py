@@ -24,7 +24,7 @@ import functools
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -32,10 +32,12 @@ import torch
 from torch import fx
 
 from gpp_plugin.capture.annotate import module_path
-from gpp_plugin.capture.sharding.axis_rules import (
+from gpp_plugin.capture.axis_rules import (
     AxisCut,
+    NeedsLinears,
     NeedsParts,
     NotSharded,
+    OperandReads,
     argument,
     is_part,
     rule_of,
@@ -187,8 +189,6 @@ MAX_TRIALS = 16
 """How often a region begins anew with further linear operators, or with other parts."""
 VOCABULARY_STEP = 16
 """What divides a vocabulary that is cut: another one would keep the whole model from degrees that divide all else."""
-MAX_STEPS_BACK = 48
-"""How many operators are looked through for the linear ones that make an operand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,14 +228,6 @@ def as_linear(node: fx.Node, parameters: Collection[str]) -> Linear | None:
     return Linear(node, operand, weight, bias if isinstance(bias, fx.Node) else None, columns, rows)
 
 
-class _NeedsLinears(Exception):
-    """Further linear operators must be cut by columns."""
-
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        super().__init__()
-        self.nodes = tuple(nodes)
-
-
 class _InTheWay(Exception):
     """An operator that cannot compute on parts."""
 
@@ -244,91 +236,24 @@ class _InTheWay(Exception):
         super().__init__(f"{node.target}{f' at {where}' if where else ''} ({node.name}) {why}")
 
 
-@dataclass(slots=True)
-class _Trial:
-    """One attempt at a region; `OperandReads` of the operator that is looked at.
+@dataclass(slots=True, kw_only=True)
+class _Trial(OperandReads):
+    """One attempt at a region.
 
     Args:
-        begins: linear operators cut by columns, and their parts.
-        linears: all linear operators of the graph.
-        parameters: placeholder -> parameter.
         called: placeholder -> how parameters, buffers and inputs are known.
         needs_gradient: names of nodes and placeholders whose gradient is needed.
     """
 
-    begins: Mapping[fx.Node, tuple[int, ...]]
     linears: Mapping[fx.Node, Linear]
-    parameters: Mapping[str, str]
     called: Mapping[str, str]
     needs_gradient: Collection[str]
-    cuts: dict[fx.Node, AxisCut] = field(default_factory=dict)
-    of_parts: dict[fx.Node, list[AxisCut]] = field(default_factory=dict)
-    sums: list[fx.Node] = field(default_factory=list)
-    losses: list[fx.Node] = field(default_factory=list)
-    of_parameters: dict[fx.Node, AxisCut] = field(default_factory=dict)
-    sliced: dict[fx.Node, AxisCut] = field(default_factory=dict)
-    wholes: dict[fx.Node, None] = field(default_factory=dict)
-
-    # ---- what rules ask ------------------------------------------------------------------------
-
-    def get(self, operand: Any) -> AxisCut | None:
-        """Return how an operand is cut."""
-        return self.cuts.get(operand) or self.of_parameters.get(operand) or self.sliced.get(operand)
-
-    def whole(self, operand: Any) -> None:
-        """Read an operand whole."""
-        if not isinstance(operand, fx.Node) or operand.op == "get_attr":
-            return
-        if self.get(operand) is not None or operand in self.of_parts:
-            raise NotSharded("reads parts where it takes a whole")
-        self.wholes[operand] = None
-
-    def cut(self, operand: fx.Node, cut: AxisCut) -> None:
-        """Read a part of an operand: it must be cut so, or is from now on."""
-        known = self.get(operand)
-        if known is not None:
-            if (known.axis, known.parts) != (cut.axis, cut.parts):
-                raise NotSharded("reads parts of unlike axes")
-            return
-        if operand in self.wholes or operand in self.sums or operand in self.losses:
-            raise NotSharded("reads parts of what is whole")
-        if operand.name in self.parameters:
-            self.of_parameters[operand] = cut
-            return
-        makers = [node for node in self._makers(operand) if node not in self.begins]
-        if makers:
-            raise _NeedsLinears(makers)
-        self.sliced[operand] = cut
-
-    def _makers(self, operand: fx.Node) -> list[fx.Node]:
-        """Return the linear operators that make an operand, by operators that have rules."""
-        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
-        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
-        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
-        found, pending, seen = [], [operand], {operand}
-        while pending and len(seen) <= MAX_STEPS_BACK:
-            node = pending.pop()
-            if node in self.linears:
-                found.append(node)
-                continue
-            if node.op != "call_function" or node in self.sums:
-                continue
-            try:
-                is_part(node) or rule_of(node)
-            except NotSharded:
-                continue
-            fresh = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(fresh)
-            pending += fresh
-        return found if len(seen) <= MAX_STEPS_BACK else []
-
-    # ---- going through the graph ---------------------------------------------------------------
 
     def run(self) -> None:
         """Follow what is cut through all its readers, in the graph's order.
 
         Raises:
-            _InTheWay: an operator cannot compute on parts; `_NeedsLinears`, `NeedsParts`: another trial may.
+            _InTheWay: an operator cannot compute on parts; `NeedsLinears`, `NeedsParts`: another trial may.
         """
         # Nodes in order, from the first that begins the region to the last reader of anything that is cut: what lies
         # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
@@ -520,7 +445,7 @@ def _embeddings(
     for node in graph.nodes:
         if node.target is not aten.embedding.default:
             continue
-        trial, weight = make_trial({}), node.args[0]
+        trial, weight = make_trial(begins={}), node.args[0]
         is_planned = "embedding_rowwise" in styles.get(module_path(node), "")
         is_plain = not any(argument(node, place, "", False) for place in (3, 4)) and not node.kwargs
         if weight.name not in trial.parameters or not is_plain or not (is_planned or weight in heads):
@@ -548,11 +473,11 @@ def _try(node: fx.Node, make_trial: Callable[..., _Trial]) -> _Trial:
     # begins {q, k, v}             all the way to o                 -> a region
     # begins {c_attn: (96,)}       split: 96 are 32, 32 and 32      -> again with parts (32, 32, 32)
     for _ in range(MAX_TRIALS):
-        trial = make_trial(begins)
+        trial = make_trial(begins=begins)
         try:
             trial.run()
             return trial
-        except _NeedsLinears as more:
+        except NeedsLinears as more:
             begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
         except NeedsParts as split:
             # checkpoints have equal parts only (`saved_tensors.cut_shard`)

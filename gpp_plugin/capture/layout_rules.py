@@ -156,10 +156,6 @@ def _keeps_all_but(trailing: Callable[[fx.Node], int]) -> Any:
     return rule
 
 
-def _embedding(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
-    return _only(_get(node, operands, 1, "indices"), operands)
-
-
 def _softmax(node: fx.Node, operands: Operands, shape: tuple[int, ...]) -> Rows | None:
     rows = _only(_get(node, operands, 0, "self"), operands)
     dim = _argument(node, 1, "dim")
@@ -262,7 +258,7 @@ _RULES: dict[Any, Callable[[fx.Node, Operands, tuple[int, ...]], Rows | None]] =
     aten.conv1d.default: _keeps_all_but(lambda node: 2),
     aten.conv2d.default: _keeps_all_but(lambda node: 3),
     aten.conv3d.default: _keeps_all_but(lambda node: 4),
-    aten.embedding.default: _embedding,
+    aten.embedding.default: lambda node, operands, shape: _only(_get(node, operands, 1, "indices"), operands),
     aten.softmax.int: _softmax,
     aten.log_softmax.int: _softmax,
     aten.scaled_dot_product_attention.default: _attention,

@@ -1,1 +1,0 @@
-"""How tensors depend on samples, which operators mix them, and what belongs together."""

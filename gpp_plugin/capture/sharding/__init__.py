@@ -1,1 +1,0 @@
-"""Which operators of a captured graph tensor ranks can share out."""

@@ -1,1 +1,0 @@
-"""Where weights come from, and whose stage holds them."""

@@ -309,10 +309,10 @@ BACKENDS = PluginKind(
     kind="backend",
     built_in=MappingProxyType(
         {
-            "torch": "gpp_plugin.backends.torch_backends:TORCH",
-            "inductor": "gpp_plugin.backends.torch_backends:INDUCTOR",
-            "onnxruntime": "gpp_plugin.backends.exported_backends:ONNXRUNTIME",
-            "openvino": "gpp_plugin.backends.exported_backends:OPENVINO",
+            "torch": "gpp_plugin.backends.library_backends:TORCH",
+            "inductor": "gpp_plugin.backends.library_backends:INDUCTOR",
+            "onnxruntime": "gpp_plugin.backends.library_backends:ONNXRUNTIME",
+            "openvino": "gpp_plugin.backends.library_backends:OPENVINO",
         }
     ),
     wrong_shape=_wrong_backend,

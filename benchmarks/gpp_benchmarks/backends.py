@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, TOWERS
 from gpp_benchmarks._backend_training import SETTLING, train_behind_towers
-from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.forward_code import ForwardCode, part_codes
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BuiltForward,
@@ -36,7 +36,6 @@ from gpp_plugin.backends.measured_backends import (
     build_forward,
     time_in_turn,
 )
-from gpp_plugin.backends.model_parts import part_codes
 from gpp_plugin.backends.place_forward import LEAST_GAIN, choose_single
 from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.ir.backend_costs import BackendCost

@@ -26,8 +26,13 @@ from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.figure import Figure, draw_stage_graph, stack_figures, write_png, write_svg
 from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
-from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline, format_timeline
+from gpp_plugin.report.timeline_chart import (
+    chart_timeline,
+    draw_memory,
+    draw_timeline,
+    format_timeline,
+    summarize_timeline,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

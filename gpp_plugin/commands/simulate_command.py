@@ -16,9 +16,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
-from gpp_plugin.report.printable import printable
-from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import fill_text, format_ms, format_table
+from gpp_plugin.report.timeline_chart import summarize_timeline
+from gpp_plugin.report.units import fill_text, format_ms, format_table, printable
 from gpp_plugin.simulate.overlap import timeline_overlap
 
 BENCHMARKS = "gpp_benchmarks"

@@ -25,7 +25,6 @@ from gpp_plugin.report.plan_text import (
     headline,
     stage_table,
 )
-from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_chart import (
     COLOURS,
     IDLE_COLOUR,
@@ -35,6 +34,7 @@ from gpp_plugin.report.timeline_chart import (
     ChartRow,
     TimelineChart,
     chart_timeline,
+    summarize_timeline,
 )
 from gpp_plugin.report.units import format_bytes, format_ms
 

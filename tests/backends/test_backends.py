@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpp_plugin.backends.forward_code import ForwardCode
-from gpp_plugin.backends.job_backends import describe
 from gpp_plugin.backends.measured_backends import (
     BackendLog,
     build_checked,
@@ -28,6 +27,7 @@ from gpp_plugin.backends.stage_backends import (
     StageBackends,
     check_backends_installed,
     check_stages,
+    describe,
     forward_code,
     requested_backends,
 )

@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
-from gpp_plugin.backends.compiled_stage import (
+from gpp_plugin.backends.compiled_blocks import (
     MOST_VERSIONS,
+    BlockCompiler,
     CompiledStages,
+    CutCode,
     compare_results,
     run_both,
     try_code,

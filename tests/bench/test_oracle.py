@@ -87,7 +87,6 @@ def test_what_oracles_import_imports_no_costs_either() -> None:
         "gpp_plugin.import_hook",
         "gpp_plugin.ir",
         "gpp_plugin.errors",
-        "gpp_plugin.extras",
         "gpp_plugin.plan",
         "gpp_plugin.plan.request",
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gpp_plugin.api import format_timeline
-from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.report.timeline_chart import summarize_timeline
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 

@@ -26,9 +26,8 @@ from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.profile import block_survey, timing
 from gpp_plugin.profile.block_survey import signature_of
-from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.profile.timing import HeadStart, Lap
+from gpp_plugin.profile.timing import HeadStart, Lap, LiveBytes, SavedStorages
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build, captured_once
 from tests.profile.test_busy_stream import piece_of

@@ -11,14 +11,15 @@ from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryCounts, Memory
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.plan_text import format_memory_report, format_plan, format_saved_in_flight
-from gpp_plugin.report.summary import forward_overlaps_us, summarize_timeline
 from gpp_plugin.report.timeline_chart import (
     PHASES,
     PhaseTimes,
     format_messages,
     format_phases,
     format_timeline,
+    forward_overlaps_us,
     mean_phases,
+    summarize_timeline,
 )
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
 from gpp_plugin.simulate.predict import simulate_plan

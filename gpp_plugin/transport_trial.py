@@ -37,28 +37,15 @@ TIMEOUT_S = 60.0
 MINI_BATCHES = 2
 
 SPECS = {
-    spec.name: spec
-    for spec in (
-        TensorSpec(
-            name="x", dtype="float32", shape=(2, 3), num_samples=2, layout=batch_layout(), requires_grad=True
-        ),
-        TensorSpec(
-            name="ids", dtype="int64", shape=(2, 5), num_samples=2, layout=batch_layout(), requires_grad=False
-        ),
-        TensorSpec(
-            name="bias", dtype="float32", shape=(7,), num_samples=2, layout=UNIFORM, requires_grad=True
-        ),
-        TensorSpec(
-            name="y",
-            dtype="float32",
-            shape=(2, 9000),
-            num_samples=2,
-            layout=batch_layout(),
-            requires_grad=True,
-        ),
-        TensorSpec(
-            name="z", dtype="bfloat16", shape=(2, 4), num_samples=2, layout=batch_layout(), requires_grad=True
-        ),
+    name: TensorSpec(
+        name=name, dtype=dtype, shape=shape, num_samples=2, layout=layout, requires_grad=dtype != "int64"
+    )
+    for name, dtype, shape, layout in (
+        ("x", "float32", (2, 3), batch_layout()),
+        ("ids", "int64", (2, 5), batch_layout()),
+        ("bias", "float32", (7,), UNIFORM),
+        ("y", "float32", (2, 9000), batch_layout()),
+        ("z", "bfloat16", (2, 4), batch_layout()),
     )
 }
 
@@ -102,13 +89,8 @@ def trial_plan() -> PipelinePlan:
 
 def rows_of(mini_batch: int, message: Message, payload: Payload) -> Tensor:
     """Return what a payload of a message holds in this trial: the same at both ends, another in every mini-batch."""
-    key = (
-        mini_batch,
-        message.edge,
-        message.direction is Direction.ACTIVATION,
-        message.samples.first_sample,
-        payload.slot,
-    )
+    is_forward, first = message.direction is Direction.ACTIVATION, message.samples.first_sample
+    key = (mini_batch, message.edge, is_forward, first, payload.slot)
     generator = torch.Generator().manual_seed(hash(key) & 0x7FFFFFFF)
     if payload.dtype.is_floating_point:
         return torch.randn(payload.shape, generator=generator).to(payload.dtype)

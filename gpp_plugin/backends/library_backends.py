@@ -199,12 +199,10 @@ class TorchBackend(Backend):
         return code.run
 
 
-class InductorBackend(Backend):
+class InductorBackend(TorchBackend):
     """`torch.compile` with weights frozen into the code, for the shapes of the examples alone."""
 
-    def version(self) -> str:
-        """Return torch's."""
-        return str(torch.__version__)
+    reads_weights = False
 
     def build(self, code: ForwardCode) -> ForwardRunner:
         """Return compiled code; compiling takes seconds to minutes, less where torch's own cache has it."""

@@ -11,13 +11,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.report.picture import GraphLayout, PlacedBox, lay_out_graph
 from gpp_plugin.report.plan_text import format_ranks
 from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
@@ -149,22 +147,12 @@ def _head(line: Polyline) -> Polygon:
     return Polygon(((x - 4, y - 7), (x + 4, y - 7), (x, y)), line.colour)
 
 
-def write_svg(figure: Figure, path: str | Path) -> None:
-    """Write the figure as an SVG file."""
-    write_text_whole(path, figure_svg(figure) + "\n")
-
-
-def write_png(figure: Figure, path: str | Path) -> None:
-    """Write the figure as a PNG file.
+def figure_png(figure: Figure) -> bytes:
+    """Return the figure as the bytes of a PNG file.
 
     Raises:
         GppError: Pillow is not installed, or the picture would be too large to open.
     """
-    Path(path).write_bytes(figure_png(figure))
-
-
-def figure_png(figure: Figure) -> bytes:
-    """Return the figure as the bytes of a PNG file; raises as `write_png` does."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:

@@ -1,13 +1,13 @@
 """Forwards of frozen towers on each backend, and on the one that `auto` takes: times in turn, errors, building.
 
 Each model is captured as a stage of its own in evaluation, with random weights. All backends that are installed are
-built twice, cold (inductor's files on disk are in a folder of their own, which is empty at first) and warm, compared
-with torch, and timed in turn, on one thread in processor time, which other processes do not lengthen. Then what `auto`
-takes is timed anew in turn with torch and the fastest, and with what it would take without its favourites: the
-ablation. Beside it stand the figures of the thesis (Collage, PACT 2022).
+built twice, cold and warm; for the cold build inductor's folder on disk is empty. They are compared with torch and
+timed in turn, on one thread in processor time, which other processes do not lengthen. Then what `auto` takes is timed
+anew in turn with torch and the fastest, and with what it would take without its favourites: the ablation. Beside it
+stand the figures of the thesis (Collage, PACT 2022).
 
-With --training something like LLaVA trains on 4 ranks behind a frozen tower instead: on torch, with the tower on a
-backend in the same stages, and with stages cut again for it; losses against one process.
+With --training something like LLaVA trains on 4 ranks behind a frozen tower instead. It trains on torch, with the
+tower on a backend in the same stages, and with stages cut again for it. Losses are held against one process.
 """
 
 from __future__ import annotations

@@ -201,7 +201,8 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
     shown = sorted(ranks)
     left_out = ""
     if len(shown) > MOST_RANKS:
-        busiest = sorted(shown, key=lambda rank: -_computed_us(ranks[rank]))
+        phases = {rank: ranks[rank].by_phase for rank in shown}
+        busiest = sorted(shown, key=lambda rank: -(phases[rank]["forward"] + phases[rank]["backward"]))
         shown = sorted([*busiest[: MOST_RANKS // 2], *busiest[-MOST_RANKS // 2 :]])
         left_out = f"\n{len(ranks) - MOST_RANKS} ranks that compute neither least nor most are left out"
     rows = []
@@ -217,10 +218,6 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
             ]
         )
     return format_table(["rank", "stage", *PHASES, "total ms"], rows, left=2, width=IN_LOGS) + left_out
-
-
-def _computed_us(times: PhaseTimes) -> float:
-    return times.by_phase["forward"] + times.by_phase["backward"]
 
 
 def format_messages(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:

@@ -25,7 +25,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.graph_tensors import GraphTensors
 from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.profile import block_survey, timing
-from gpp_plugin.profile.block_survey import signature_of
+from gpp_plugin.profile.block_survey import BlockSigner
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.profile.timing import HeadStart, Lap, LiveBytes, SavedStorages
 from gpp_plugin.runtime.stage_module import build_stage_function
@@ -234,11 +234,12 @@ def test_signatures_tell_shapes_literals_and_gradients_apart() -> None:
 
     captured = capture_model(Pairs(), {"x": torch.randn(2, 4)})
     nodes = [n.name for n in captured.op_graph.nodes if "linear" in n.target]
-    signatures = [signature_of(captured, [name], [name]) for name in nodes]
+    signer = BlockSigner(captured)
+    signatures = [signer.sign([name], [name]) for name in nodes]
     assert signatures[1] == signatures[2]
     assert len(set(signatures)) == 4  # the first one's input takes no gradient; no bias; frozen
     relus = [n.name for n in captured.op_graph.nodes if "leaky_relu" in n.target]
-    first, second, *_, before, last = (signature_of(captured, [name], [name]) for name in relus)
+    first, second, *_, before, last = (signer.sign([name], [name]) for name in relus)
     assert first == second == before != last
 
 

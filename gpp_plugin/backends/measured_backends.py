@@ -121,17 +121,12 @@ def build_forward(name: str, code: ForwardCode) -> ForwardRunner:
 
 @torch.no_grad()
 def build_checked(
-    build: Callable[[], ForwardRunner],
-    tensors: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    *,
-    tolerance: float | None = None,
+    build: Callable[[], ForwardRunner], tensors: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> BuiltForward:
     """Build a forward, run it on tensors and compare what comes.
 
     Args:
         expected: what torch makes of ``tensors``.
-        tolerance: None: by the type of each output.
 
     Raises:
         BackendRefused: it cannot be built or run, or its results are others.
@@ -146,7 +141,7 @@ def build_checked(
         refuse_lost_device(error)
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
-    distance = compare_outputs(first, expected, tolerance)
+    distance = compare_outputs(first, expected)
     # Does it reuse its results' memory, or return an operand? Equal addresses say so while the first results are held.
     # A library that holds its results in the request (OpenVINO) returns the same memory again. A stage that only passes
     # a tensor on returns the caller's.
@@ -157,17 +152,11 @@ def build_checked(
 
 
 def compare_outputs(
-    found: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: float | None = None,
-    *,
-    what: str = "output",
-    least: float = 0.0,
+    found: Sequence[Tensor], expected: Sequence[Tensor], *, what: str = "output", least: float = 0.0
 ) -> float:
     """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers.
 
     Args:
-        tolerance: None: by the type of each output.
         what: they are called in messages.
         least: the norm by which tensors of a smaller one are compared.
 
@@ -187,9 +176,7 @@ def compare_outputs(
             if not torch.equal(own, right):
                 raise BackendRefused(f"{what} {i} ({right.dtype}) has other values than on torch")
             continue
-        most = tolerance
-        if most is None:
-            most = HALF_TOLERANCE if right.dtype.itemsize < 4 else TOLERANCE
+        most = HALF_TOLERANCE if right.dtype.itemsize < 4 else TOLERANCE
         # infinities and NaN where torch has them (a mask of least numbers) are compared as they are
         wide, wanted = own.double(), right.double()
         finite = wanted.isfinite()

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results.append(
             {
                 "rows": [to_plain(event) for event in timeline.events],
-                "summary": dataclasses.asdict(summarize_timeline(timeline, plan)),
+                "summary": dataclasses.asdict(summarize_timeline(timeline)),
             }
         )
     _write(args, reported)

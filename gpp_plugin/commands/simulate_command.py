@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(timeline, plan))
+    summary = dataclasses.asdict(summarize_timeline(timeline))
     ahead = simulate_ahead(plan, args.cluster)
     if ahead is not None:
         said = (
@@ -129,7 +129,7 @@ def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         save(found.timeline, args.out)
         print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(found.timeline, found.plan))
+    summary = dataclasses.asdict(summarize_timeline(found.timeline))
     figures = {
         "num_windows": found.num_windows,
         "steady_us": found.steady_us,

@@ -25,6 +25,7 @@ CHAR_WIDTH = 6.6
 """Pixels a character of `FONT_SIZE` takes in the fixed-width font of figures."""
 PNG_SCALE = 2
 """Pixels of a PNG for one of the figure, so that small text is readable; 1 where that would be too many."""
+STACK_GAP = 24.0
 MOST_PIXELS = 50_000_000
 """Of a PNG: what many viewers still open."""
 
@@ -87,15 +88,15 @@ class Figure:
     shapes: tuple[Shape, ...]
 
 
-def stack_figures(figures: Sequence[Figure], *, gap: float = 24.0) -> Figure:
+def stack_figures(figures: Sequence[Figure]) -> Figure:
     """Return figures one below the other as one."""
     shapes: list[Shape] = []
     top = 0.0
     for figure in figures:
         shapes += [_moved(shape, top) for shape in figure.shapes]
-        top += figure.height + gap
+        top += figure.height + STACK_GAP
     width = max((figure.width for figure in figures), default=0.0)
-    return Figure(width=width, height=max(top - gap, 0.0), shapes=tuple(shapes))
+    return Figure(width=width, height=max(top - STACK_GAP, 0.0), shapes=tuple(shapes))
 
 
 def _moved(shape: Shape, down: float) -> Shape:

@@ -107,7 +107,7 @@ def _comparison(plans: Sequence[ReportedPlan]) -> list[str]:
     first = listed[0][2].iteration_us
     rows = []
     for each, title, timeline in listed:
-        summary = summarize_timeline(timeline, each.plan)
+        summary = summarize_timeline(timeline)
         busy = max(summary.busy_us.values(), default=0.0)
         rows.append(
             [

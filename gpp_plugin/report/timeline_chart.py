@@ -32,8 +32,6 @@ class TimelineSummary:
     Args:
         bubble_ratio: idle share of all ranks over the span of compute.
         busy_us: rank -> microseconds it computed; ``communication_us`` it spent in messages and reductions.
-        overlap_us: microseconds in which the requested stages all ran their forward, whatever the micro-batch.
-        same_micro_batch_overlap_us: the part of it in which they ran the same micro-batch.
     """
 
     source: str
@@ -42,21 +40,10 @@ class TimelineSummary:
     busy_us: dict[int, float]
     communication_us: dict[int, float]
     bytes_sent: int
-    overlap_us: float = 0.0
-    same_micro_batch_overlap_us: float = 0.0
 
 
-def summarize_timeline(
-    timeline: Timeline, plan: PipelinePlan, *, overlapping: Sequence[str] = ()
-) -> TimelineSummary:
-    """Return the figures of a timeline.
-
-    Args:
-        overlapping: names of stages whose common forward time is wanted.
-    Raises:
-        PlanError: a name is no stage of the plan.
-    """
-    stages = [plan.stage_index(name) for name in overlapping]
+def summarize_timeline(timeline: Timeline) -> TimelineSummary:
+    """Return the figures of a timeline."""
     communication: dict[int, float] = defaultdict(float)
     for event in timeline.events:
         if event.kind in (EventKind.SEND, EventKind.RECEIVE, EventKind.REDUCE):
@@ -68,8 +55,6 @@ def summarize_timeline(
         busy_us=dict(sorted(timeline.busy_us().items())),
         communication_us=dict(sorted(communication.items())),
         bytes_sent=sum(event.bytes for event in timeline.events if event.kind is EventKind.SEND),
-        overlap_us=forward_overlap_us(timeline, stages) if stages else 0.0,
-        same_micro_batch_overlap_us=sum(forward_overlaps_us(timeline, stages).values()) if stages else 0.0,
     )
 
 
@@ -274,7 +259,7 @@ def format_timeline(
     """
     if not timeline.events:
         return "the timeline holds no events"
-    summary = summarize_timeline(timeline, plan)
+    summary = summarize_timeline(timeline)
     # one scale for all ranks, so that what stands in one column happened at the same time
     start = min(event.start_us for event in timeline.events)
     rows: dict[tuple[int, int], list[Event]] = defaultdict(list)
@@ -455,22 +440,20 @@ def event_text(event: Event, plan: PipelinePlan) -> str:
     return f"{name} on {plan.edge_name(event.edge)}{other}, micro-batch {event.micro_batch}{size}, {took}"
 
 
+WIDTH = 1200.0
 LEFT = RANK_LABEL_WIDTH * CHAR_WIDTH + 16
 HEAD = 42.0
 ROW, MESSAGE, SPACE = 14.0, 4.0, 3.0
 """Pixels of a row's compute, of each of its two message tracks, and between rows."""
 
 
-def draw_timeline(
-    chart: TimelineChart, plan: PipelinePlan, *, width: float = 1200.0, span_us: float = 0.0
-) -> Figure:
+def draw_timeline(chart: TimelineChart, plan: PipelinePlan, *, span_us: float = 0.0) -> Figure:
     """Return a timeline as a figure: a row a rank, with a legend above.
 
     Args:
         span_us: what the width stands for, so that several figures have one scale; 0: the timeline's own duration.
     """
-    span = span_us or chart.duration_us or 1.0
-    scale = (width - LEFT - 8) / span
+    scale = (WIDTH - LEFT - 8) / (span_us or chart.duration_us or 1.0)
     height = ROW + 2 * MESSAGE
     shapes: list[Shape] = [
         Label(8, 14, f"{chart.title}: {format_ms(chart.duration_us)} ms", is_bold=True),
@@ -491,7 +474,7 @@ def draw_timeline(
             if event.task is not None and length > len(text) * CHAR_WIDTH + 2:
                 middle = x + (length - len(text) * CHAR_WIDTH) / 2
                 shapes.append(Label(middle, top + ROW - 3, text, colour="#ffffff"))
-    return Figure(width=width, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
+    return Figure(width=WIDTH, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
 
 
 def _legend(chart: TimelineChart) -> list[Shape]:
@@ -505,10 +488,9 @@ def _legend(chart: TimelineChart) -> list[Shape]:
     return shapes
 
 
-def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float = 0.0) -> Figure:
+def draw_memory(chart: TimelineChart, *, span_us: float = 0.0) -> Figure:
     """Return what each rank holds over time, with its limit as a dashed line, where there is one."""
-    span = span_us or chart.duration_us or 1.0
-    scale = (width - LEFT - 8) / span
+    scale = (WIDTH - LEFT - 8) / (span_us or chart.duration_us or 1.0)
     rows = [row for row in chart.rows if row.memory]
     title = f"{chart.title}: memory over time, computed from the plan"
     shapes: list[Shape] = [Label(8, 14, title, is_bold=True)]
@@ -532,4 +514,4 @@ def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float =
         if row.limit_bytes:
             y = bottom - height * row.limit_bytes / most
             shapes.append(Polyline(((LEFT, y), (end, y)), LIMIT_COLOUR, is_dashed=True))
-    return Figure(width=width, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))
+    return Figure(width=WIDTH, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))

@@ -24,7 +24,7 @@ from gpp_plugin.report.figure import (
     stack_figures,
 )
 from gpp_plugin.report.html_page import ReportedPlan, report_page
-from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline
+from gpp_plugin.report.timeline_chart import WIDTH, chart_timeline, draw_memory, draw_timeline
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.waits import run_program
@@ -135,10 +135,10 @@ def test_heads_of_arrows_into_one_box_stand_apart(branches):
 
 def test_bars_do_not_leave_the_picture(plan, timeline):
     chart = chart_timeline(timeline, plan, title="measured")
-    figure = draw_timeline(chart, plan, width=900)
+    figure = draw_timeline(chart, plan)
     boxes = [shape for shape in figure.shapes if isinstance(shape, Rectangle)]
     assert all(
-        0 <= box.x and box.x + box.width <= 900 and box.y + box.height <= figure.height for box in boxes
+        0 <= box.x and box.x + box.width <= WIDTH and box.y + box.height <= figure.height for box in boxes
     )
     tips = [box.tip for box in boxes if box.tip]
     assert len(tips) == len(timeline.events)

@@ -17,6 +17,7 @@ from gpp_plugin.report.timeline_chart import (
     format_messages,
     format_phases,
     format_timeline,
+    forward_overlap_us,
     forward_overlaps_us,
     mean_phases,
     summarize_timeline,
@@ -115,15 +116,14 @@ def test_a_column_shows_what_takes_most_of_it(plan):
     assert row == "rank 0 vision_model  03  100 %"
 
 
-def test_summary(plan, timeline):
-    summary = summarize_timeline(timeline, plan, overlapping=("vision_model", "text_model"))
+def test_summary(timeline):
+    summary = summarize_timeline(timeline)
     assert summary.iteration_us == 600
     assert summary.busy_us == {0: 400, 1: 400, 2: 200, 3: 100}
     assert summary.bubble_ratio == pytest.approx(1 - 1100 / (4 * 500))
     assert summary.communication_us == {0: 50, 1: 50, 2: 60}
     assert summary.bytes_sent == 128
-    assert summary.overlap_us == 100  # text runs from 50 to 150, vision from 0 to 200
-    assert summary.same_micro_batch_overlap_us == 100
+    assert forward_overlap_us(timeline, [0, 1]) == 100  # text runs from 50 to 150, vision from 0 to 200
     assert forward_overlaps_us(timeline, [0, 1]) == {0: 50, 1: 50}
     assert forward_overlaps_us(timeline, [0, 2]) == {0: 0, 1: 0}
 
@@ -213,7 +213,7 @@ def test_halves_and_split_backwards(plan):
     assert [e["cat"] for e in shown[3:5]] == ["input_gradient", "weight_gradient"]
     assert [e["args"].get("half") for e in shown[:3]] == [0, 1, None]
     assert {e["tid"] for e in shown} == {0}
-    assert summarize_timeline(timeline, plan).busy_us == {0: 70}
+    assert summarize_timeline(timeline).busy_us == {0: 70}
 
 
 def test_stages_that_share_ranks_in_a_plan_and_a_timeline(plan):

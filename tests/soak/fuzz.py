@@ -115,7 +115,7 @@ def _use_timeline(path: Path) -> None:
     timeline = load(Timeline, path)
     check_events(timeline, made)
     format_timeline(timeline, made)
-    summarize_timeline(timeline, made)
+    summarize_timeline(timeline)
     chrome_trace(timeline, made)
 
 

@@ -352,6 +352,12 @@ class ChartRow:
     limit_bytes: int
 
     @property
+    def held(self) -> str:
+        """Return the most the rank holds, and its limit, where there is one."""
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        return f"rank {self.rank}: {format_bytes(self.peak_bytes)}{limit}"
+
+    @property
     def peak_bytes(self) -> float:
         """Return the most the rank holds."""
         return max((held for _, held in self.memory), default=0.0)
@@ -457,8 +463,11 @@ def draw_timeline(chart: TimelineChart, plan: PipelinePlan, *, span_us: float = 
     height = ROW + 2 * MESSAGE
     shapes: list[Shape] = [
         Label(8, 14, f"{chart.title}: {format_ms(chart.duration_us)} ms", is_bold=True),
-        *_legend(chart),
     ]
+    x = LEFT
+    for colour, name in legend_of([chart]):
+        shapes += [Rectangle(x, 22, 10, 10, colour), Label(x + 14, 31, name)]
+        x += 28 + len(name) * CHAR_WIDTH
     for index, row in enumerate(chart.rows):
         top = HEAD + index * (height + SPACE)
         shapes.append(Label(LEFT - 8, top + ROW - 3, row.label, is_end=True))
@@ -477,15 +486,10 @@ def draw_timeline(chart: TimelineChart, plan: PipelinePlan, *, span_us: float = 
     return Figure(width=WIDTH, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
 
 
-def _legend(chart: TimelineChart) -> list[Shape]:
-    kinds = {event.kind for row in chart.rows for event in row.events}
-    entries = [colour_and_name for kind, colour_and_name in COLOURS.items() if kind in kinds]
-    shapes: list[Shape] = []
-    x = LEFT
-    for colour, name in [*entries, (IDLE_COLOUR, "idle")]:
-        shapes += [Rectangle(x, 22, 10, 10, colour), Label(x + 14, 31, name)]
-        x += 28 + len(name) * CHAR_WIDTH
-    return shapes
+def legend_of(charts: Sequence[TimelineChart]) -> list[tuple[str, str]]:
+    """Return the colours of what is in these charts, and their names."""
+    kinds = {event.kind for chart in charts for row in chart.rows for event in row.events}
+    return [*(entry for kind, entry in COLOURS.items() if kind in kinds), (IDLE_COLOUR, "idle")]
 
 
 def draw_memory(chart: TimelineChart, *, span_us: float = 0.0) -> Figure:
@@ -499,9 +503,7 @@ def draw_memory(chart: TimelineChart, *, span_us: float = 0.0) -> Figure:
     most = max([1.0, *(bytes_ for row in rows for bytes_ in (row.peak_bytes, float(row.limit_bytes)))])
     for index, row in enumerate(rows):
         bottom = HEAD + index * pitch + height
-        limit = f" of {format_bytes(row.limit_bytes)}" if row.limit_bytes else ""
-        name = f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}"
-        shapes.append(Label(LEFT - 8, bottom - 8, name, is_end=True))
+        shapes.append(Label(LEFT - 8, bottom - 8, row.held, is_end=True))
         points = [(LEFT, bottom)]
         held = 0.0
         for time, value in row.memory:

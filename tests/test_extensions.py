@@ -45,11 +45,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         folder = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        sections = (
-            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
-            for group, entries in points.items()
-        )
-        (folder / "entry_points.txt").write_text("\n".join(sections))
+        lines = []
+        for group, entries in points.items():
+            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        (folder / "entry_points.txt").write_text("\n".join(lines))
         look_again()
 
     yield make

@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -100,14 +99,9 @@ def test_the_command_line_loads_no_library_before_it_knows_what_is_asked():
 def test_a_plain_model_trains_where_every_optional_library_is_broken():
     """Also where transformers is found but cannot be imported, as with a torchvision for another torch."""
     job = PACKAGE.parent / ".ci" / "wheel_job.py"
-    done = subprocess.run(
-        [sys.executable, str(job), "broken"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=PACKAGE.parent,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": PACKAGE.parent, "env": environment}
+    done = run_program([sys.executable, str(job), "broken"], timeout=240, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
     assert len(json.loads(line)["losses"]) == 2

@@ -85,8 +85,8 @@ def configuration_page() -> str:
         NOTICE,
         "The `graph_pipeline` block of the DeepSpeed JSON. Every key is optional; an unknown key, or a value that is "
         "not possible, is refused with the key's path and what to write instead.\n",
-        "Beside the block, `train_batch_size` is the samples of one optimizer step over the whole graph, and "
-        "`train_micro_batch_size_per_gpu` the *loss unit*: the loss of a step is the mean over losses of that many "
+        "Beside the block, `train_batch_size` is the samples of one optimizer step over the whole graph. "
+        "`train_micro_batch_size_per_gpu` is the *loss unit*: the loss of a step is the mean over losses of that many "
         "samples each. Left out, one loss sees the whole mini-batch, or its part by `gradient_accumulation_steps`.\n",
         'Every other key of the JSON is read by DeepSpeed\'s own classes: what they refuse never trains, and `"auto"` '
         "in a block is their default. A graph of stages honours it, refuses it, or says that it has no effect; "

@@ -10,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from gpp_plugin.extras import needs_extra
+from gpp_plugin.errors import needs_extra
 from gpp_plugin.import_hook import register as _register
 
 __version__ = "0.1.0"

@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from gpp_plugin import __version__
 from gpp_plugin.commands.command_parser import CommandParser, Paragraphs
-from gpp_plugin.errors import ConfigError, DeviceMissing, GppError
-from gpp_plugin.extras import needs_extra
-from gpp_plugin.report.printable import printable_lines
+from gpp_plugin.errors import ConfigError, DeviceMissing, GppError, needs_extra
+from gpp_plugin.report.units import printable_lines
 
 if TYPE_CHECKING:
     from gpp_plugin.report.rows_text import RowsChart

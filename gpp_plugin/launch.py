@@ -102,7 +102,16 @@ def run_ranks(
         try:
             for rank, log in enumerate(logs):
                 variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(_start([module, *arguments], variables, log, write_end))
+                with log.open("wb") as stream:
+                    process = subprocess.Popen(
+                        [sys.executable, "-m", module, *arguments],
+                        env={**os.environ, **variables},
+                        stdout=stream,
+                        stderr=subprocess.STDOUT,
+                        stdin=subprocess.DEVNULL,
+                        pass_fds=(write_end,),
+                    )
+                processes.append(process)
             os.close(write_end)
             write_end = -1
             yield from _relay(events, processes, logs, time.monotonic() + timeout_s, timeout_s)
@@ -110,20 +119,6 @@ def run_ranks(
             if write_end >= 0:
                 os.close(write_end)
             _end(processes)
-
-
-def _start(
-    command: list[str], variables: dict[str, str], log: Path, write_end: int
-) -> subprocess.Popen[bytes]:
-    with log.open("wb") as stream:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command],
-            env={**os.environ, **variables},
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            pass_fds=(write_end,),
-        )
 
 
 def _relay(

@@ -34,7 +34,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 from gpp_plugin.errors import ExtensionError, nearest
 from gpp_plugin.ir.plan import PipelinePlan
@@ -65,12 +65,14 @@ if TYPE_CHECKING:
 BACKEND_WORDS = ("off", "auto")
 """What stands for no backend but torch's operators, and for the fastest of all, where users name backends."""
 
+T = TypeVar("T")
+
 SCHEDULE_FORMS = re.compile(r"auto|kfkb|[1-9]\d*f[1-9]\d*b")
 """Names of schedules that users write and that are no entry of the table: any kFkB, and what stands for several."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class PluginKind:
+class PluginKind(Generic[T]):
     """One kind of thing that may be added.
 
     Args:
@@ -108,15 +110,14 @@ class PluginKind:
         if name in _offers(self.group):
             self.load(name)
 
-    def load(self, name: str) -> Any:
+    def load(self, name: str) -> T:
         """Return the object called ``name``; imported the first time, remembered after that.
 
         Raises:
             ExtensionError: there is none, several are called so, it cannot be imported, or it is no such thing.
         """
-        if (self.group, name) in _ADDED:
-            return _ADDED[self.group, name]
-        return _load(self, name)
+        found: T = _ADDED[self.group, name] if (self.group, name) in _ADDED else _load(self, name)
+        return found
 
     def add(self, name: str, found: Any) -> None:
         """Let ``name`` stand for an object in this process from now on.
@@ -154,7 +155,7 @@ _ADDED: dict[tuple[str, str], Any] = {}
 
 
 @functools.cache
-def _load(kind: PluginKind, name: str) -> Any:
+def _load(kind: PluginKind[Any], name: str) -> Any:
     # In this order: unknown, a clash with the plugin or between packages, then what can only be seen by importing it.
     # A clash is an error where the name is used, not where packages are looked through: a stranger's "uniform"
     # must stop the job that names "uniform", whose planner would be a guess, and no other one.
@@ -221,43 +222,25 @@ def _wrong_planner(found: Any) -> str:
     return ""
 
 
-def _wrong_schedule(found: Any) -> str:
-
-    return _wrong_object(found, Schedule, ("order", "free_order", "together"), required="order")
-
-
-def _wrong_transport(found: Any) -> str:
-
-    return _wrong_object(found, TransportFactory, ("make", "check"), required="make")
-
-
-def _wrong_backend(found: Any) -> str:
-
-    return _wrong_object(found, Backend, ("missing", "version", "refusal", "build"), required="build")
-
-
-def _wrong_object(found: Any, base: type, methods: tuple[str, ...], *, required: str) -> str:
+def _wrong_object(found: Any, base: type, required: str, *others: str) -> str:
     """Return what is wrong with an object that should have the methods of ``base``, ``required`` of its own."""
     advice = f"derive a class from gpp_plugin.plugins.{base.__name__} and name an instance of it"
     if isinstance(found, type):
         return f"is {_described(found)}; name an instance of it"
-    missing = [name for name in methods if not callable(getattr(found, name, None))]
+    missing = [name for name in (required, *others) if not callable(getattr(found, name, None))]
     if getattr(type(found), required, None) is getattr(base, required):
         missing = [required]
     return f"is {_described(found)} without {' and '.join(missing)}; {advice}" if missing else ""
 
 
 def _described(found: Any) -> str:
-    return (
-        f"the class {found.__name__}"
-        if isinstance(found, type)
-        else f"an object of type {type(found).__name__}"
-    )
+    is_class = isinstance(found, type)
+    return f"the class {found.__name__}" if is_class else f"an object of type {type(found).__name__}"
 
 
 # ---- the kinds -----------------------------------------------------------------------------------------------
 
-PLANNERS = PluginKind(
+PLANNERS: PluginKind[Planner] = PluginKind(
     group="gpp_plugin.planners",
     kind="planner",
     built_in=MappingProxyType(
@@ -277,7 +260,7 @@ PLANNERS = PluginKind(
     wrong_shape=_wrong_planner,
 )
 
-SCHEDULES = PluginKind(
+SCHEDULES: PluginKind[Schedule] = PluginKind(
     group="gpp_plugin.schedules",
     kind="schedule",
     built_in=MappingProxyType(
@@ -288,11 +271,11 @@ SCHEDULES = PluginKind(
             "zero_bubble": "gpp_plugin.schedule.orders.zero_bubble:ZERO_BUBBLE",
         }
     ),
-    wrong_shape=_wrong_schedule,
+    wrong_shape=lambda found: _wrong_object(found, Schedule, "order", "free_order", "together"),
     is_taken=lambda name: SCHEDULE_FORMS.fullmatch(name) is not None,
 )
 
-TRANSPORTS = PluginKind(
+TRANSPORTS: PluginKind[TransportFactory] = PluginKind(
     group="gpp_plugin.transports",
     kind="transport",
     built_in=MappingProxyType(
@@ -301,49 +284,29 @@ TRANSPORTS = PluginKind(
             "megatron": "gpp_plugin.integrations.megatron.p2p:MEGATRON_TRANSPORT",
         }
     ),
-    wrong_shape=_wrong_transport,
+    wrong_shape=lambda found: _wrong_object(found, TransportFactory, "make", "check"),
 )
 
-BACKENDS = PluginKind(
+BACKENDS: PluginKind[Backend] = PluginKind(
     group="gpp_plugin.backends",
     kind="backend",
     built_in=MappingProxyType(
         {
-            "torch": "gpp_plugin.backends.torch_backends:TORCH",
-            "inductor": "gpp_plugin.backends.torch_backends:INDUCTOR",
-            "onnxruntime": "gpp_plugin.backends.exported_backends:ONNXRUNTIME",
-            "openvino": "gpp_plugin.backends.exported_backends:OPENVINO",
+            "torch": "gpp_plugin.backends.library_backends:TORCH",
+            "inductor": "gpp_plugin.backends.library_backends:INDUCTOR",
+            "onnxruntime": "gpp_plugin.backends.library_backends:ONNXRUNTIME",
+            "openvino": "gpp_plugin.backends.library_backends:OPENVINO",
         }
     ),
-    wrong_shape=_wrong_backend,
+    wrong_shape=lambda found: _wrong_object(found, Backend, "build", "missing", "version", "refusal"),
     is_taken=lambda name: name in BACKEND_WORDS,
 )
 
-PLUGIN_KINDS = (PLANNERS, SCHEDULES, TRANSPORTS, BACKENDS)
+PLUGIN_KINDS: tuple[PluginKind[Any], ...] = (PLANNERS, SCHEDULES, TRANSPORTS, BACKENDS)
 
 
-def find_planner(name: str) -> Planner:
-    """Return the planner called ``name``; see `PluginKind.load`."""
-    planner: Planner = PLANNERS.load(name)
-    return planner
-
-
-def find_schedule(name: str) -> Schedule:
-    """Return the schedule called ``name`` (a `Stage.schedule`); see `PluginKind.load`."""
-    schedule: Schedule = SCHEDULES.load(name)
-    return schedule
-
-
-def find_transport(name: str) -> TransportFactory:
-    """Return what makes the transport called ``name``; see `PluginKind.load`."""
-    factory: TransportFactory = TRANSPORTS.load(name)
-    return factory
-
-
-def find_backend(name: str) -> Backend:
-    """Return the backend called ``name``; see `PluginKind.load`."""
-    backend: Backend = BACKENDS.load(name)
-    return backend
+find_planner, find_schedule = PLANNERS.load, SCHEDULES.load
+find_transport, find_backend = TRANSPORTS.load, BACKENDS.load
 
 
 def named_backends(value: Any) -> list[Any]:

@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -37,28 +36,15 @@ TIMEOUT_S = 60.0
 MINI_BATCHES = 2
 
 SPECS = {
-    spec.name: spec
-    for spec in (
-        TensorSpec(
-            name="x", dtype="float32", shape=(2, 3), num_samples=2, layout=batch_layout(), requires_grad=True
-        ),
-        TensorSpec(
-            name="ids", dtype="int64", shape=(2, 5), num_samples=2, layout=batch_layout(), requires_grad=False
-        ),
-        TensorSpec(
-            name="bias", dtype="float32", shape=(7,), num_samples=2, layout=UNIFORM, requires_grad=True
-        ),
-        TensorSpec(
-            name="y",
-            dtype="float32",
-            shape=(2, 9000),
-            num_samples=2,
-            layout=batch_layout(),
-            requires_grad=True,
-        ),
-        TensorSpec(
-            name="z", dtype="bfloat16", shape=(2, 4), num_samples=2, layout=batch_layout(), requires_grad=True
-        ),
+    name: TensorSpec(
+        name=name, dtype=dtype, shape=shape, num_samples=2, layout=layout, requires_grad=dtype != "int64"
+    )
+    for name, dtype, shape, layout in (
+        ("x", "float32", (2, 3), batch_layout()),
+        ("ids", "int64", (2, 5), batch_layout()),
+        ("bias", "float32", (7,), UNIFORM),
+        ("y", "float32", (2, 9000), batch_layout()),
+        ("z", "bfloat16", (2, 4), batch_layout()),
     )
 }
 
@@ -102,38 +88,12 @@ def trial_plan() -> PipelinePlan:
 
 def rows_of(mini_batch: int, message: Message, payload: Payload) -> Tensor:
     """Return what a payload of a message holds in this trial: the same at both ends, another in every mini-batch."""
-    key = (
-        mini_batch,
-        message.edge,
-        message.direction is Direction.ACTIVATION,
-        message.samples.first_sample,
-        payload.slot,
-    )
+    is_forward, first = message.direction is Direction.ACTIVATION, message.samples.first_sample
+    key = (mini_batch, message.edge, is_forward, first, payload.slot)
     generator = torch.Generator().manual_seed(hash(key) & 0x7FFFFFFF)
     if payload.dtype.is_floating_point:
         return torch.randn(payload.shape, generator=generator).to(payload.dtype)
     return torch.randint(-(2**60), 2**60, payload.shape, generator=generator, dtype=payload.dtype)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Arriving:
-    """A message that is on its way into ``buffers``."""
-
-    message: Message
-    payloads: Sequence[Payload]
-    buffers: Sequence[Tensor]
-    pending: Pending
-
-    def check(self, mini_batch: int) -> None:
-        """Wait for it and compare.
-
-        Raises:
-            AssertionError: a tensor is not what its sender sent.
-        """
-        self.pending.wait()
-        for buffer, payload in zip(self.buffers, self.payloads, strict=True):
-            is_same = torch.equal(buffer.cpu(), rows_of(mini_batch, self.message, payload))
-            assert is_same, f"{self.message}: tensor {payload.name!r} did not arrive as it was sent"
 
 
 class _Trial:
@@ -167,7 +127,7 @@ class _Trial:
         Raises:
             AssertionError: a tensor is not what its sender sent.
         """
-        posted: list[_Arriving] = []
+        posted: list[Callable[[int], None]] = []
         leaving: list[tuple[Pending, list[Tensor]]] = []
         num_received = 0
         for is_sent, message, payloads, post in self._posts:
@@ -177,17 +137,26 @@ class _Trial:
                 continue
             while len(posted) < min(num_received + 1 + self._transport.prepost_depth, len(self._receives)):
                 posted.append(self._posted(*self._receives[len(posted)][1:]))
-            posted[num_received].check(mini_batch)
+            posted[num_received](mini_batch)
             num_received += 1
         for pending, _ in leaving:
             pending.wait()
             assert pending.is_done(), "a message that was waited for is not done"
 
-    def _posted(self, message: Message, payloads: Sequence[Payload], post: Post) -> _Arriving:
+    def _posted(self, message: Message, payloads: Sequence[Payload], post: Post) -> Callable[[int], None]:
+        """Post a receive, and return what waits for it in a mini-batch and compares every row."""
         buffers = [
             torch.empty(payload.shape, dtype=payload.dtype, device=self._device) for payload in payloads
         ]
-        return _Arriving(message=message, payloads=payloads, buffers=buffers, pending=post(buffers))
+        pending = post(buffers)
+
+        def check(mini_batch: int) -> None:
+            pending.wait()
+            for buffer, payload in zip(buffers, payloads, strict=True):
+                is_same = torch.equal(buffer.cpu(), rows_of(mini_batch, message, payload))
+                assert is_same, f"{message}: tensor {payload.name!r} did not arrive as it was sent"
+
+        return check
 
 
 def main() -> None:

@@ -162,11 +162,18 @@ def end_kept_ranks() -> None:
     _kept.clear()
 
 
-def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answers: Any) -> None:
+def use_kernels() -> None:
+    """Let torch compute on one thread with MKL-DNN, or as `python -m tests.soak kernels` says."""
     import torch
+
+    torch.set_num_threads(int(os.environ.get("GPP_TEST_THREADS", "1")))
+    torch._C._set_mkldnn_enabled(os.environ.get("GPP_TEST_MKLDNN") != "off")
+
+
+def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answers: Any) -> None:
     from deepspeed.accelerator import get_accelerator
 
-    torch.set_num_threads(1)
+    use_kernels()
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

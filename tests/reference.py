@@ -29,20 +29,16 @@ def units_of(batch: Batch, unit: int) -> list[Batch]:
     total = min(v.shape[0] for v in batch.values() if isinstance(v, Tensor))
 
     def rows(value: Any, first: int) -> Any:
-        if isinstance(value, list):  # one dict a sample
-            return value[first : first + unit]
-        if not isinstance(value, Tensor):
+        if not isinstance(value, (list, Tensor)):
             return value
-        per_sample = value.shape[0] // total
+        per_sample = 1 if isinstance(value, list) else value.shape[0] // total  # a list has one dict a sample
         return value[first * per_sample : (first + unit) * per_sample]
 
     return [{k: rows(v, first) for k, v in batch.items()} for first in range(0, total, unit)]
 
 
 def loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    return output["loss"]
+    return output if isinstance(output, Tensor) else output["loss"]
 
 
 def train_reference(
@@ -70,11 +66,8 @@ def train_reference(
             loss.backward()
             total += float(loss.detach())
         if not gradients:
-            gradients = {
-                name: p.grad.detach().cpu().clone()
-                for name, p in model.named_parameters()
-                if p.grad is not None
-            }
+            named = ((name, p.grad) for name, p in model.named_parameters())
+            gradients = {name: grad.detach().cpu().clone() for name, grad in named if grad is not None}
         losses.append(total)
         optimizer.step()
     return ReferenceRun(losses=losses, gradients=gradients, model=model)

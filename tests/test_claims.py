@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,16 +24,8 @@ NUMBER = re.compile(r"\d+\.\d+|\b\d+ (?:of|%|ms|s|MiB|GiB)\b|\d %|\b(?:exact|dea
 VERSION = re.compile(r"(?:Python|torch|DeepSpeed|transformers|megatron-core|Qwen|Apache)[- ]?\d[\d.]*", re.I)
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("claims_of_pages", ROOT / ".ci" / "claims.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-claims = load()
+sys.path.insert(0, str(ROOT / ".ci"))
+claims: Any = importlib.import_module("claims")
 COMMANDS = claims.read_claims()
 QUOTES = [" ".join(claim.text.split()) for command in COMMANDS for claim in command.claims]
 
@@ -66,16 +58,14 @@ def unnamed(found: list[list[str]]) -> list[str]:
     A table's command stands in its header, in the row itself, or in the paragraph before or behind it.
     """
     left = []
-    is_table = [block[0].startswith("|") for block in found]
     for index, block in enumerate(found):
         beside = [found[i] for i in (index - 1, index + 1) if 0 <= i < len(found)]
-        if not is_table[index]:
+        prose = [" ".join(other) for other in beside if not other[0].startswith("|")]
+        if not block[0].startswith("|"):
             # prose is held to this where numbers are listed: beside a table
-            near = any(is_table[i] for i in (index - 1, index + 1) if 0 <= i < len(found))
-            units = [" ".join(block)] if near and not block[0].startswith("#") else []
-        elif COMMAND.search(block[0]) or any(
-            COMMAND.search(" ".join(other)) for other in beside if not other[0].startswith("|")
-        ):
+            is_near = len(prose) < len(beside) and not block[0].startswith("#")
+            units = [" ".join(block)] if is_near else []
+        elif any(COMMAND.search(text) for text in (block[0], *prose)):
             continue
         else:
             units = block[2:]
@@ -94,13 +84,9 @@ def test_every_number_and_verdict_names_its_command(page: str) -> None:
 
 
 def test_a_number_without_a_command_is_found() -> None:
-    table = [
-        "| a | b |",
-        "|---|---|",
-        "| x | 1.27 |",
-        "| y | `gpp bench overhead`: 3.5 ms |",
-        "| z | not run |",
-    ]
+    table = "| a | b |\n|---|---|\n| x | 1.27 |\n| y | `gpp bench overhead`: 3.5 ms |\n| z | not run |".split(
+        "\n"
+    )
     assert unnamed([table]) == ["| x | 1.27 |"]
     assert unnamed([["`gpp bench overhead`:"], table]) == []
     assert unnamed([["It takes 3.5 ms."], table]) == ["It takes 3.5 ms.", "| x | 1.27 |"]

@@ -12,7 +12,7 @@ import pytest
 
 import gpp_benchmarks
 from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
-from gpp_plugin.extras import EXTRAS
+from gpp_plugin.errors import EXTRAS
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline

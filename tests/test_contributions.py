@@ -17,35 +17,20 @@ from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.testing import CheckFailed, check_planner, check_schedule, check_transport, planner_requests
 
-MAY_BE_INFEASIBLE = {
-    "three ranks",
-    "two stages",
-    "a stage for every rank",
-    "two ranks a stage",
-    "gpipe",
-    "mode async",
-    "little memory",
-    "hardly any memory",
-}
-
 
 @pytest.mark.parametrize("name", PLANNERS.built_in)
 def test_every_planner_passes(name: str) -> None:
-    plans = check_planner(name)
-    assert {case for case, plan in plans.items() if plan is None} <= MAY_BE_INFEASIBLE
+    plans = check_planner(name)  # whose plain cases have plans
+    always = {"micro-batches of four samples", "one loss unit a rank", "zero 2", "zero 3"}
+    assert not always & {case for case, plan in plans.items() if plan is None}
     assert plans["hardly any memory"] is None
     assert {plan.planner for plan in plans.values() if plan is not None} == {name}
 
 
 @pytest.mark.parametrize("name", SCHEDULES.built_in)
 def test_every_schedule_passes(name: str) -> None:
-    orders = check_schedule(name)
-    assert [len(order.tasks) for order in orders["a chain with one micro-batch"]] == [
-        2,
-        2,
-        2,
-        2,
-    ] or name == "zero_bubble"
+    orders = check_schedule(name)["a chain with one micro-batch"]
+    assert [len(order.tasks) for order in orders] == [2] * 4 or name == "zero_bubble"
 
 
 @pytest.mark.parametrize("name", TRANSPORTS.built_in)
@@ -54,11 +39,6 @@ def test_every_transport_passes(name: str) -> None:
 
 
 # ---- planners that are wrong ---------------------------------------------------------------------------------
-
-
-def idle(request: PlanRequest) -> PipelinePlan:
-    """Plan for one rank, whatever there are."""
-    return uniform_plan(dataclasses.replace(request, num_ranks=1, num_stages=1, data_parallel=None))
 
 
 def forgetful(request: PlanRequest) -> PipelinePlan:
@@ -73,20 +53,15 @@ def timid(request: PlanRequest) -> PipelinePlan:
     raise PlanInfeasible("no plan; try again")
 
 
-def broken(request: PlanRequest) -> PipelinePlan:
-    """Fail like a program does."""
-    return uniform_plan(request).stages[7]  # type: ignore[return-value]
-
-
 def fickle(request: PlanRequest, seen: list[int] = []) -> PipelinePlan:  # noqa: B006 - remembers on purpose
     """Make another plan at every call."""
     seen.append(0)
     return dataclasses.replace(uniform_plan(request), notes=(f"call {len(seen)}",))
 
 
-def proud(request: PlanRequest) -> PipelinePlan:
-    """Return what is no plan."""
-    return "a plan"  # type: ignore[return-value]
+def idle(request: PlanRequest) -> PipelinePlan:
+    """Plan for one rank, whatever there are."""
+    return uniform_plan(dataclasses.replace(request, num_ranks=1, num_stages=1, data_parallel=None))
 
 
 @pytest.mark.parametrize(
@@ -95,9 +70,9 @@ def proud(request: PlanRequest) -> PipelinePlan:
         (idle, "plain chain on two ranks: .*made a plan of 1 ranks where 2 are requested"),
         (forgetful, "plain chain on one rank: .*1 blocks are in no stage"),
         (timid, "plain chain on one rank: finds no plan where there is one: no plan; try again"),
-        (broken, "plain chain on one rank: IndexError"),
+        (lambda request: uniform_plan(request).stages[7], "plain chain on one rank: IndexError"),
         (fickle, "plain chain on one rank: makes another plan of the same request"),
-        (proud, "plain chain on one rank: .*returned a str, not a PipelinePlan"),
+        (lambda request: "a plan", "plain chain on one rank: .*returned a str, not a PipelinePlan"),
     ],
 )
 def test_a_wrong_planner_is_told_its_case(planner, words: str) -> None:

@@ -41,14 +41,8 @@ class _Thing:
 
 
 def counts_of(*arguments: str) -> dict[str, Any]:
-    done = run_program(
-        [sys.executable, "-I", str(ROOT / ".ci" / "counts.py"), *arguments, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    return json.loads(done.stdout)
+    command = [sys.executable, "-I", str(ROOT / ".ci" / "counts.py"), *arguments, "--json"]
+    return json.loads(run_program(command, capture_output=True, text=True, timeout=60, check=True).stdout)
 
 
 def test_a_small_package_is_counted_by_hand(tmp_path: Path) -> None:

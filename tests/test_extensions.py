@@ -45,11 +45,10 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         folder = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
-        sections = (
-            f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in entries.items())
-            for group, entries in points.items()
-        )
-        (folder / "entry_points.txt").write_text("\n".join(sections))
+        lines = []
+        for group, entries in points.items():
+            lines += [f"[{group}]", *(f"{name} = {value}" for name, value in entries.items())]
+        (folder / "entry_points.txt").write_text("\n".join(lines))
         look_again()
 
     yield make
@@ -93,58 +92,49 @@ def test_what_a_package_adds_is_listed_named_and_loaded(install) -> None:
 
 
 @pytest.mark.parametrize(
-    ("group", "key", "value", "words"),
+    ("kind", "key", "value", "words"),
     [
         (
-            "gpp_plugin.planners",
+            "planner",
             "planner",
             "gpp_missing_module:plan",
-            "gpp_plugin.planners: planner 'mine' of package 'gpp-example' (gpp_missing_module:plan) cannot be loaded: "
-            "ModuleNotFoundError: No module named 'gpp_missing_module'; repair or uninstall the package, or use another "
-            "planner",
+            "cannot be loaded: ModuleNotFoundError: No module named 'gpp_missing_module'",
         ),
         (
-            "gpp_plugin.planners",
+            "planner",
             "planner",
             "gpp_example_doors:number",
-            "gpp_plugin.planners: planner 'mine' of package 'gpp-example' (gpp_example_doors:number) is an object of type "
-            "int; a planner is a function of one PlanRequest (gpp_plugin.plugins.Planner); repair or uninstall the "
-            "package, or use another planner",
+            "is an object of type int; a planner is a function of one PlanRequest (gpp_plugin.plugins.Planner)",
         ),
+        ("schedule", "schedule", "gpp_example_doors:KfKb", "is the class KfKb; name an instance of it"),
         (
-            "gpp_plugin.schedules",
-            "schedule",
-            "gpp_example_doors:KfKb",
-            "gpp_plugin.schedules: schedule 'mine' of package 'gpp-example' (gpp_example_doors:KfKb) is the class KfKb; "
-            "name an instance of it; repair or uninstall the package, or use another schedule",
-        ),
-        (
-            "gpp_plugin.transports",
+            "transport",
             "p2p",
             "gpp_example_doors:nothing",
-            "gpp_plugin.transports: transport 'mine' of package 'gpp-example' (gpp_example_doors:nothing) is an object of "
-            "type Nothing without make and check; derive a class from gpp_plugin.plugins.TransportFactory and name an "
-            "instance of it; repair or uninstall the package, or use another transport",
+            "is an object of type Nothing without make and check; derive a class from "
+            "gpp_plugin.plugins.TransportFactory and name an instance of it",
         ),
     ],
 )
-def test_what_cannot_be_used_is_one_line(install, group: str, key: str, value: str, words: str) -> None:
-    install("gpp-example", {group: {"mine": value}})
+def test_what_cannot_be_used_is_one_line(install, kind: str, key: str, value: str, words: str) -> None:
+    install("gpp-example", {f"gpp_plugin.{kind}s": {"mine": value}})
     with pytest.raises(ExtensionError) as raised:
         read_config({"graph_pipeline": {key: "mine"}})
-    assert str(raised.value) == words
+    assert str(raised.value) == (
+        f"gpp_plugin.{kind}s: {kind} 'mine' of package 'gpp-example' ({value}) {words}; repair or uninstall the package, "
+        f"or use another {kind}"
+    )
     assert read_config({"graph_pipeline": {"planner": "uniform", "schedule": "gpipe", "p2p": "native"}})
 
 
 def test_a_name_of_ours_is_refused_where_it_is_used(install) -> None:
     install("gpp-example", planners(uniform="gpp_example_doors:halves"))
-    line = (
+    with pytest.raises(ExtensionError) as raised:
+        read_config({"graph_pipeline": {"planner": "uniform"}})
+    assert str(raised.value) == (
         "gpp_plugin.planners: planner 'uniform' of package 'gpp-example' has a name that gpp_plugin uses itself; give its "
         "entry point another name, or uninstall the package"
     )
-    with pytest.raises(ExtensionError) as raised:
-        read_config({"graph_pipeline": {"planner": "uniform"}})
-    assert str(raised.value) == line
     assert find_planner("autopipe") is not None
     assert PLANNERS.names() == tuple(PLANNERS.built_in)
 
@@ -152,19 +142,16 @@ def test_a_name_of_ours_is_refused_where_it_is_used(install) -> None:
 @pytest.mark.parametrize("name", ["auto", "kfkb", "3f3b", "2f3b"])
 def test_schedules_keep_their_own_words(install, name: str) -> None:
     install("gpp-example", {"gpp_plugin.schedules": {name: "gpp_example_doors:patient"}})
-    with pytest.raises(
-        ExtensionError, match=f"schedule {name!r} of package 'gpp-example' has a name that gpp_plugin"
-    ):
+    line = f"schedule {name!r} of package 'gpp-example' has a name that gpp_plugin"
+    with pytest.raises(ExtensionError, match=line):
         read_config({"graph_pipeline": {"schedule": name}})
 
 
 def test_two_packages_with_one_name_are_both_named(install) -> None:
     install("gpp-example", planners(halves="gpp_example_doors:halves"))
     install("gpp-other", planners(halves="gpp_example_doors:halves"))
-    with pytest.raises(
-        ExtensionError,
-        match="planner 'halves' is offered by the packages 'gpp-.*' and 'gpp-.*'; uninstall all but one",
-    ):
+    line = "planner 'halves' is offered by the packages 'gpp-.*' and 'gpp-.*'; uninstall all but one"
+    with pytest.raises(ExtensionError, match=line):
         find_planner("halves")
 
 

@@ -4,7 +4,6 @@ import ast
 import importlib
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -46,41 +45,33 @@ def imported_modules(path: Path) -> list[tuple[int, str]]:
     return found
 
 
+def importers(files: list[Path], *packages: str) -> str:
+    """Return a line for each place in these files that imports one of the packages."""
+    return "\n".join(
+        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
+        for path in files
+        for line, name in imported_modules(path)
+        if name.split(".")[0] in packages
+    )
+
+
 @pytest.mark.parametrize("part", PURE_LAYERS + PURE_MODULES)
 def test_pure_layer_names_no_heavy_import(part):
     files = files_of(part)
     assert files and all(path.is_file() for path in files), f"gpp_plugin/{part} is missing"
-    wrong = [
-        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
-        for path in files
-        for line, name in imported_modules(path)
-        if name.split(".")[0] in HEAVY
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not (wrong := importers(files, *HEAVY)), wrong
 
 
 @pytest.mark.parametrize("package", ["deepspeed", "megatron", "transformers", "accelerate", "peft"])
 def test_only_integrations_imports(package):
-    allowed = {PACKAGE / "integrations"}
-    wrong = [
-        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        if not allowed & set(path.parents) and path != PACKAGE / "doctor" / "checks.py"
-        for line, name in imported_modules(path)
-        if name.split(".")[0] == package and PACKAGE / "demo" not in path.parents
-    ]
-    assert not wrong, "\n".join(wrong)
+    allowed = {PACKAGE / "integrations", PACKAGE / "demo", PACKAGE / "doctor" / "checks.py"}
+    files = [path for path in sorted(PACKAGE.rglob("*.py")) if not allowed & {path, *path.parents}]
+    assert not (wrong := importers(files, package)), wrong
 
 
 def test_nothing_imports_benchmarks():
     """They are another package; `gpp bench` imports the one that is asked for by its name."""
-    wrong = [
-        f"{path.relative_to(PACKAGE.parent)}:{line} imports {name}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, name in imported_modules(path)
-        if name.split(".")[0] == "gpp_benchmarks"
-    ]
-    assert not wrong, "\n".join(wrong)
+    assert not (wrong := importers(sorted(PACKAGE.rglob("*.py")), "gpp_benchmarks")), wrong
 
 
 def probe_import(names: list[str]) -> dict:
@@ -108,14 +99,9 @@ def test_the_command_line_loads_no_library_before_it_knows_what_is_asked():
 def test_a_plain_model_trains_where_every_optional_library_is_broken():
     """Also where transformers is found but cannot be imported, as with a torchvision for another torch."""
     job = PACKAGE.parent / ".ci" / "wheel_job.py"
-    done = subprocess.run(
-        [sys.executable, str(job), "broken"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        cwd=PACKAGE.parent,
-        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    options = {"capture_output": True, "text": True, "cwd": PACKAGE.parent, "env": environment}
+    done = run_program([sys.executable, str(job), "broken"], timeout=240, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith('{"losses"'))
     assert len(json.loads(line)["losses"]) == 2

@@ -1,14 +1,14 @@
 """AutoPipe's comparisons (its Tables II to IV, Figure 13): balance and predicted step of each planner.
 
-Rows of kind ``table 2`` are the paper's seven partitions of GPT-2 345M into four stages; of kind ``search``
-the heuristic's partition beside the best of all; of kind ``planner`` what each planner makes of a case of Table III or
-IV, the paper's milliseconds beside it. AutoPipe over Megatron-LM's even layers is `gpp bench figures --paper autopipe`,
-figures 9 and 10.
+Rows of kind ``table 2`` are the paper's seven partitions of GPT-2 345M into four stages. Rows of kind ``search`` have
+the heuristic's partition beside the best of all. Rows of kind ``planner`` are what each planner makes of a case of
+Table III or IV, the paper's milliseconds beside it. AutoPipe over Megatron-LM's even layers is `gpp bench figures
+--paper autopipe`, figures 9 and 10.
 
-As in the paper every rank takes a micro-batch at a time, of 4, 16 or 32 samples, and data parallelism multiplies
-them; activation checkpointing of transformer layers (a block keeps its input; embedding and head are not run again),
-3090s with 100 Gb/s between nodes. AutoPipe plans on attention and feed-forward blocks; the others on whole layers, as
-the originals do. ``dapple-2`` is DAPPLE asked for two stages, which is what the paper says it always chose; ours may
+As in the paper every rank takes a micro-batch at a time, of 4, 16 or 32 samples, and data parallelism multiplies them.
+Transformer layers are checkpointed: a block keeps its input; embedding and head are not run again. Devices are 3090s
+with 100 Gb/s between nodes. AutoPipe plans on attention and feed-forward blocks; the others on whole layers, as the
+originals do. ``dapple-2`` is DAPPLE asked for two stages, which is what the paper says it always chose; ours may
 choose one. Degrees that do not divide the mini-batch (1 and 3 ranks) nobody can have here.
 """
 

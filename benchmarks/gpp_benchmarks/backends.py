@@ -1,13 +1,13 @@
 """Forwards of frozen towers on each backend, and on the one that `auto` takes: times in turn, errors, building.
 
 Each model is captured as a stage of its own in evaluation, with random weights. All backends that are installed are
-built twice, cold (inductor's files on disk are in a folder of their own, which is empty at first) and warm, compared
-with torch, and timed in turn, on one thread in processor time, which other processes do not lengthen. Then what `auto`
-takes is timed anew in turn with torch and the fastest, and with what it would take without its favourites: the
-ablation. Beside it stand the figures of the thesis (Collage, PACT 2022).
+built twice, cold and warm; for the cold build inductor's folder on disk is empty. They are compared with torch and
+timed in turn, on one thread in processor time, which other processes do not lengthen. Then what `auto` takes is timed
+anew in turn with torch and the fastest, and with what it would take without its favourites: the ablation. Beside it
+stand the figures of the thesis (Collage, PACT 2022).
 
-With --training something like LLaVA trains on 4 ranks behind a frozen tower instead: on torch, with the tower on a
-backend in the same stages, and with stages cut again for it; losses against one process.
+With --training something like LLaVA trains on 4 ranks behind a frozen tower instead. It trains on torch, with the
+tower on a backend in the same stages, and with stages cut again for it. Losses are held against one process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, TOWERS
 from gpp_benchmarks._backend_training import SETTLING, train_behind_towers
 from gpp_benchmarks._options import add_option
-from gpp_plugin.backends.forward_code import ForwardCode
+from gpp_plugin.backends.forward_code import ForwardCode, part_codes
 from gpp_plugin.backends.measured_backends import (
     TORCH,
     BuiltForward,
@@ -37,7 +37,6 @@ from gpp_plugin.backends.measured_backends import (
     build_forward,
     time_in_turn,
 )
-from gpp_plugin.backends.model_parts import part_codes
 from gpp_plugin.backends.place_forward import LEAST_GAIN, choose_single
 from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.ir.backend_costs import BackendCost

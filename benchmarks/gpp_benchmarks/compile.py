@@ -1,12 +1,11 @@
 """Training with compiled blocks: step times, kept bytes and gradients beside torch's operators, on real ranks.
 
-A CLIP, a GPT-2 and a T5 with random weights train in three ways, by turns: on torch's operators, with
-`"compile": true`, and with `"compile": "auto"`. Every gradient of the first step is held against one process that runs
-the model as it is, by the norm of the tensor, losses of all steps likewise; beside the worst stands what that process
-is itself off fp64 there ("rounding"), which says where a miss is one of fp32: a ReLU at zero. Times are of all steps
-but the first two of a run; bytes are the most that all micro-batches in flight kept for their backwards, summed over
-ranks, as counted and as planned. What a start takes is told for the first run of a way, with nothing in the compiler's
-cache, and for the last.
+A CLIP, a GPT-2 and a T5 with random weights train in three ways, by turns: on torch's operators, with `"compile":
+true`, and with `"compile": "auto"`. Losses of all steps, and every gradient of the first one by its norm, are held
+against one process that runs the model as it is. Beside the worst stands how far that process is itself off fp64 there
+("rounding"). It says where a miss is one of fp32: a ReLU at zero. Times are of all steps but the first two of a run.
+Bytes are the most that all micro-batches in flight kept for their backwards, summed over ranks, counted and planned.
+What a start takes is told for the first run of a way, with nothing in the compiler's cache, and for the last.
 """
 
 from __future__ import annotations

@@ -2,15 +2,15 @@
 
 Ranks hold the caches of all sequences together, cut along the sequence, and decode. What a rank sends is counted and
 compared with the formula of what is implemented, with the chapter's formulas as printed, and with those in equal units
-(`gpp_plugin.plan.costs.long_context`). The time of a layer's attention stands beside that of the same sequences
-with whole caches, each rank its own: ranks of one machine share its cores, so it says what is spent here, and not what
-a cluster does.
+(`gpp_plugin.plan.costs.long_context`). The time of a layer's attention stands beside that of the same sequences with
+whole caches, each rank its own. Ranks of one machine share its cores, so it says what is spent here, not what a
+cluster does.
 
-The second table is of a model of one layer a stage, each a rank that sleeps in place of computing: as long for every
-sequence (``--row-ms``), so that a batch of all prompts takes as long as its parts one after the other. (Where a step
-reads weights for longer than it computes, one batch of all prompts is as fast as parts in turns.) One prompt is
-measured without sleeping: what the stages' messages cost. ``host_ms`` is processor time of one rank, the busiest, for a
-token of a micro-batch.
+The second table is of a model of one layer a stage, whose ranks sleep in place of computing. They sleep as long for
+every sequence (``--row-ms``), so that a batch of all prompts takes as long as its parts one after the other. (Where a
+step reads weights for longer than it computes, one batch of all prompts is as fast as parts in turns.) One prompt is
+measured without sleeping: what the stages' messages cost. ``host_ms`` is processor time of one rank, the busiest, for
+a token of a micro-batch.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """Random plans, schedules and delays against one process: the gradients must be the same.
 
-Every draw is a random DAG of plain linear stages with mixed micro-batches and degrees on 2 or 4 ranks, under 1F1B,
-GPipe, kFkB, greedy, sliced or zero-bubble schedules (or a mixture), which goes the way of a real plan: schedules,
-lowering, validator, executor, gloo. Three mini-batches run one behind the other, with a step between them and nothing
-that would hold a rank back. Gradients in fp64 must equal those of one process to 1e-12 by the norm of each tensor, in
-fp32 to 1e-5, or, where that is more, to four times what one process in fp32 is off itself in fp64 in the same tensor,
-from the same numbers or from some that are one step of rounding away, the most of them: some draws take differences
-of large numbers, which fp32 knows to fewer digits however they are added up. A share of draws runs once more with a
-random delay of 0 to 50 ms before every task and must give the same bits. As many draws again put several stages on a
-rank (--shared): round and round, or anywhere. Of both kinds some are in mode async, against PipeDream's rule in one
-process, and some run a frozen branch a mini-batch ahead. More draws go through the validator only, without processes.
+Every draw is a random DAG of plain linear stages on 2 or 4 ranks, with mixed micro-batches and degrees. Its schedules
+are 1F1B, GPipe, kFkB, greedy, sliced, zero-bubble, or a mixture. It goes the way of a real plan: schedules, lowering,
+validator, executor, gloo. Three mini-batches run one behind the other, with a step between them and nothing that would
+hold a rank back. Gradients must equal those of one process, by the norm of each tensor: to 1e-12 in fp64, to 1e-5 in
+fp32. Some draws take differences of large numbers, which fp32 knows to fewer digits. There the bound is four times the
+error of one process in fp32, measured in fp64. That error is the largest over the same numbers and numbers one step of
+rounding away. A share of draws runs once more with a random delay of 0 to 50 ms before every task and must give the
+same bits. As many draws again put several stages on a rank (--shared): round and round, or anywhere. Of both kinds
+some are in mode async, against PipeDream's rule in one process, and some run a frozen branch a mini-batch ahead. More
+draws go through the validator only, without processes.
 """
 
 from __future__ import annotations

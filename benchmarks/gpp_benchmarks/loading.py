@@ -1,10 +1,11 @@
 """How much memory each rank has while a model on the meta device is loaded from sharded safetensors, over its share.
 
-Writes a Llama of random bfloat16 weights, a shard of at most ``--shard-mb`` at a time, and starts ranks here that build
-it on the meta device, plan it in as many stages, load, and train a step; all but one norm is frozen, so that no
-optimizer state hides what loading takes. ``over share`` is the most that a rank had from the first tensor read until
-`deepspeed.initialize` returned, over what it had before, in its own weights: at most `MOST_OVER_SHARE`, or it fails.
-``over imports`` counts from the end of the imports: capture and plan, too. Written weights stay with ``--keep``.
+Writes a Llama of random bfloat16 weights, a shard of at most ``--shard-mb`` at a time. Ranks started here build it on
+the meta device, plan it in as many stages, load, and train a step. All but one norm is frozen, so that no optimizer
+state hides what loading takes. ``over share`` is the most memory that a rank had while it loaded, over what it had
+before, in its own weights. Loading lasts from the first tensor read until `deepspeed.initialize` returns. At most
+`MOST_OVER_SHARE`, or it fails. ``over imports`` counts from the end of the imports: capture and plan, too. Written
+weights stay with ``--keep``.
 """
 
 from __future__ import annotations

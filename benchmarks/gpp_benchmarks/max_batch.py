@@ -1,13 +1,12 @@
 """The largest batch each planner fits on A100-40GB over PCIe 4: the shape of DawnPiper's Tables 1 and 2.
 
-A synchronous pipeline runs as many micro-batches as it has stages, all forwards first (GPipe's schedule, as in
-the paper's comparison; --schedule 1f1b for the other); its batch is the mini-batch. An asynchronous one stashes
-weights (PipeDream), and its batch is a micro-batch. Memory optimization is held to a slowdown: the time per
-sample of the longest stage, at most --slowdown times that of the largest plain batch; of the planner's that is
-quickest there, the same limit for all (--reference fastest), or of each planner's own (own). A largest batch may hang
-on that limit: what fits at 1.6 times may not at 1.5, for one planner and not for the other. So every ratio is also
-given at the limits of --sensitivity, beside the paper's. Each planner has the granularity and the abilities its paper
-gives it:
+A synchronous pipeline runs as many micro-batches as it has stages, all forwards first (GPipe's schedule, as in the
+paper's comparison; --schedule 1f1b for the other); its batch is the mini-batch. An asynchronous one stashes weights
+(PipeDream), and its batch is a micro-batch. Memory optimization is held to a slowdown: the longest stage's time per
+sample is at most --slowdown times that of the largest plain batch. The plain batch is that of the quickest planner,
+one limit for all (--reference fastest), or each planner's own (own). A largest batch may hang on that limit: what fits
+at 1.6 times may not at 1.5, for one planner and not for the other. So every ratio is also given at the limits of
+--sensitivity, beside the paper's. Each planner has the granularity and the abilities its paper gives it:
 
     dawnpiper   operators; swap and recompute by tensor
     vpipe       layers; swap and recompute by layer; the partition follows time

@@ -1,7 +1,7 @@
 """What swapping costs on one CUDA device: a transformer at twice the batch that its memory holds otherwise.
 
-A GPT-2 is trained in one process, as one stage, three times: plain, at the batch that fills the memory it may use;
-then at twice that batch in the same memory, once with tensors swapped to pinned host memory and once with full
+A GPT-2 is trained in one process, as one stage, three times. The first is plain, at the batch that fills the memory it
+may use. The others have twice that batch in the same memory, with tensors swapped to pinned host memory or with full
 recompute. Swapping should cost at most 1.3 times the plain time per sample, and less than recompute does.
 
 --device cpu runs the same code on a CPU, where "host memory" is the same memory: it shows that what is planned

@@ -1,13 +1,13 @@
 """What tensor ranks would win: one model on more and more devices, each tensor size forced, and chosen by the planner.
 
-Every row is one number of devices and one mini-batch on nodes of 8 (the cluster's own): the simulated step with tensor
-size 1 everywhere, over that of the best size forced on all stages that can be divided, and over that of the plan in
-which each stage has its own (``auto``). Beside them what was modelled when tensor parallelism was asked for, with a
-tensor group as one larger device, and why ours differs: the same sizes planned again under that assumption (all of a
-stage divided, sums without latency), then with the sums' latency; the rest is what stays whole on every rank. ``most``
-is what no sums, reductions, messages or idle devices at all would win over size 1. ``--slower`` plans the same again
-with slower links between nodes. ``--context`` adds what is not built: ring attention over so many tokens, and experts
-on ranks of their own (`plan.costs.long_context`).
+Every row is one number of devices and one mini-batch, on nodes of 8 (the cluster's own). It has three simulated steps:
+with tensor size 1 everywhere, with the best size forced on all stages that can be divided, and with a size for each
+stage (``auto``). Beside them stands what was modelled when tensor parallelism was asked for, with a tensor group as
+one larger device, and why ours differs. The same sizes are planned again under that assumption: all of a stage
+divided, sums without latency. Then the sums' latency is added; the rest is what stays whole on every rank. ``most`` is
+what no sums, reductions, messages or idle devices at all would win over size 1. ``--slower`` plans the same again with
+slower links between nodes. ``--context`` adds what is not built: ring attention over so many tokens, and experts on
+ranks of their own (`plan.costs.long_context`).
 
 ``--against-megatron`` measures instead: one GPT-2 on two gloo ranks of this machine, one core each, captured and in
 parts, and of Megatron-core's own layers; forward and backward, in turn.

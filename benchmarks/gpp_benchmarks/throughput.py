@@ -1,11 +1,11 @@
 """Predicted throughput of every planner's plans: the shape of GraphPipe's Figures 6, 7 and 9 and Table A.3.
 
 Baselines are run as the systems they stand for run them: as a chain, each stage after the one before it
-(`plan.baselines.chain_costs`), with our cost of links, our micro-batch sizes, our micro-batches in flight, and their
-stages exchanged between nodes as ours are (`plan.machines.exchanges`); ``throughput_as_graph`` is what their stages
-reach in our runtime, without that order (None where the model itself was put in a line). Two rows are ours with less:
-``chain`` is what `auto` makes of the model put in a line (`plan.baselines.best_chain`), and ``one-size`` what it
-makes of the graph with one micro-batch size for all stages, the best of them. So three columns say what ours gains:
+(`plan.baselines.chain_costs`). They have our cost of links, our micro-batch sizes and our micro-batches in flight.
+Their stages are exchanged between nodes as ours are (`plan.machines.exchanges`). ``throughput_as_graph`` is what their
+stages reach in our runtime, without that order; it is None where the model itself was put in a line. Two rows are ours
+with less. ``chain`` is what `auto` makes of the model put in a line (`plan.baselines.best_chain`). ``one-size`` is
+what it makes of the graph with the best single micro-batch size for all stages. So three columns say what ours gains:
 
     over baseline   over the best plan of others' planners
     over chain      over the best chain of our own tools: what the graph alone is worth

@@ -17,24 +17,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
-from gpp_plugin.errors import BackendRefused, GppError
-from gpp_plugin.ir.backend_costs import BackendCost, CompiledCost
-from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.errors import BackendRefused
+from gpp_plugin.ir.backend_costs import BackendCost
+from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.plugins import find_backend
-from gpp_plugin.profile.cost_store import default_directory
+from gpp_plugin.profile.cost_store import MeasurementStore, default_directory
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.relative_errors import relative_error
 
 logger = logging.getLogger(__name__)
-
-Cost = TypeVar("Cost", BackendCost, CompiledCost)
 
 TORCH = "torch"
 TOLERANCE = 1e-5
@@ -46,7 +43,7 @@ BUDGET_S = 2.0
 """Seconds after which a slow forward is not run again, once it has been three times."""
 
 
-class BackendLog:
+class BackendLog(MeasurementStore):
     """Costs on disk, by what they depend on.
 
     Args:
@@ -54,38 +51,18 @@ class BackendLog:
     """
 
     def __init__(self, directory: str | Path | None = None) -> None:
-        self.directory = (
-            Path(directory) if directory is not None else default_directory().with_name("backends")
+        lost = "costs of backends could not be stored in %s (%s)"
+        super().__init__(
+            directory or default_directory().with_name("backends"), what="a stored cost", lost=lost
         )
 
     def find(self, code: ForwardCode, backend: str) -> BackendCost | None:
         """Return the stored cost; None where there is none, or none that can be read."""
-        return self.look_up(BackendCost, self._key(code, backend))
+        return self.look_up(self._key(code, backend), functools.partial(load, BackendCost))
 
     def put(self, code: ForwardCode, cost: BackendCost) -> None:
         """Store a cost; where the disk refuses, warn and continue without."""
-        self.keep(self._key(code, cost.backend), cost)
-
-    def look_up(self, kind: type[Cost], key: Mapping[str, object]) -> Cost | None:
-        """Return the cost stored under a key: all that it may depend on."""
-        path = self._path(key)
-        if not path.exists():
-            return None
-        try:
-            return load(kind, path)
-        except GppError as error:
-            logger.warning("ignoring a stored cost that cannot be read; measuring again: %s", error)
-            return None
-
-    def keep(self, key: Mapping[str, object], cost: BackendCost | CompiledCost) -> None:
-        """Store a cost under a key; where the disk refuses, warn and continue without."""
-        try:
-            save(cost, self._path(key))
-        except OSError as error:
-            logger.warning("costs of backends could not be stored in %s (%s)", self.directory, error)
-
-    def _path(self, key: Mapping[str, object]) -> Path:
-        return self.directory / f"{fingerprint(dict(key))}.json"
+        self.keep(self._key(code, cost.backend), functools.partial(save, cost))
 
     def _key(self, code: ForwardCode, backend: str) -> dict[str, object]:
         device = torch.device(next(iter(code.devices), "cpu"))
@@ -144,17 +121,12 @@ def build_forward(name: str, code: ForwardCode) -> ForwardRunner:
 
 @torch.no_grad()
 def build_checked(
-    build: Callable[[], ForwardRunner],
-    tensors: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    *,
-    tolerance: float | None = None,
+    build: Callable[[], ForwardRunner], tensors: Sequence[Tensor], expected: Sequence[Tensor]
 ) -> BuiltForward:
     """Build a forward, run it on tensors and compare what comes.
 
     Args:
         expected: what torch makes of ``tensors``.
-        tolerance: None: by the type of each output.
 
     Raises:
         BackendRefused: it cannot be built or run, or its results are others.
@@ -169,7 +141,7 @@ def build_checked(
         refuse_lost_device(error)
         raise BackendRefused(f"its first run failed: {type(error).__name__}: {error}") from error
     build_s = time.perf_counter() - start
-    distance = compare_outputs(first, expected, tolerance)
+    distance = compare_outputs(first, expected)
     # Does it reuse its results' memory, or return an operand? Equal addresses say so while the first results are held.
     # A library that holds its results in the request (OpenVINO) returns the same memory again. A stage that only passes
     # a tensor on returns the caller's.
@@ -180,17 +152,11 @@ def build_checked(
 
 
 def compare_outputs(
-    found: Sequence[Tensor],
-    expected: Sequence[Tensor],
-    tolerance: float | None = None,
-    *,
-    what: str = "output",
-    least: float = 0.0,
+    found: Sequence[Tensor], expected: Sequence[Tensor], *, what: str = "output", least: float = 0.0
 ) -> float:
     """Return the largest difference of any output, by its norm; refuse other shapes, types or numbers.
 
     Args:
-        tolerance: None: by the type of each output.
         what: they are called in messages.
         least: the norm by which tensors of a smaller one are compared.
 
@@ -210,9 +176,7 @@ def compare_outputs(
             if not torch.equal(own, right):
                 raise BackendRefused(f"{what} {i} ({right.dtype}) has other values than on torch")
             continue
-        most = tolerance
-        if most is None:
-            most = HALF_TOLERANCE if right.dtype.itemsize < 4 else TOLERANCE
+        most = HALF_TOLERANCE if right.dtype.itemsize < 4 else TOLERANCE
         # infinities and NaN where torch has them (a mask of least numbers) are compared as they are
         wide, wanted = own.double(), right.double()
         finite = wanted.isfinite()

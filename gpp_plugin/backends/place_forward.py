@@ -27,7 +27,7 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates, patterns_of
-from gpp_plugin.collage.op_placement import SearchSettings, place_operators, search_placements
+from gpp_plugin.collage.op_placement import place_operators, search_placements
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
@@ -216,9 +216,7 @@ LEAST_US = 50.0
 """Operators that take less on torch are not placed on a library by themselves."""
 
 
-def choose_single(
-    stage: str, costs: Sequence[BackendCost], *, least_gain: float = LEAST_GAIN
-) -> StageBackend:
+def choose_single(stage: str, costs: Sequence[BackendCost]) -> StageBackend:
     """Return the fastest backend of those measured; torch where none is faster by more than noise.
 
     Args:
@@ -228,7 +226,7 @@ def choose_single(
     usable = [cost for cost in costs if not cost.refused]
     torch_us = next(cost.us for cost in costs if cost.backend == TORCH)
     best = min(usable, key=lambda cost: cost.us)
-    if best.us * least_gain > torch_us:
+    if best.us * LEAST_GAIN > torch_us:
         best = next(cost for cost in usable if cost.backend == TORCH)
     return StageBackend(
         stage=stage,
@@ -246,7 +244,6 @@ def place_forward(
     *,
     log: BackendLog | None = None,
     searches: bool | None = None,
-    settings: SearchSettings | None = None,
 ) -> StageBackend:
     """Return what a forward should run on, of these backends and torch.
 
@@ -256,13 +253,11 @@ def place_forward(
     names = [name for name in dict.fromkeys(names) if name != TORCH]
     whole = [name for name in names if patterns_of(name).runs_any]
     single = choose_single(code.name, list(measure_backends(code, whole, log=log).values()))
-    runs_parts_alone = len(whole) < len(
-        names
-    )  # a backend that runs nothing but groups of its patterns and rules
+    runs_parts_alone = len(whole) < len(names)  # a backend of nothing but groups of its patterns and rules
     if not (runs_parts_alone if searches is None else searches) or code.refusal():
         return single
     try:
-        return _Mixing(code, (TORCH, *names), log=log, settings=settings).best(single)
+        return _Mixing(code, (TORCH, *names), log).best(single)
     except BackendRefused as error:
         logger.info("stage %s is not mixed: %s", code.name, error)
         return single
@@ -271,17 +266,9 @@ def place_forward(
 class _Mixing:
     """The two levels of Collage on one forward."""
 
-    def __init__(
-        self,
-        code: ForwardCode,
-        names: Sequence[str],
-        *,
-        log: BackendLog | None,
-        settings: SearchSettings | None,
-    ) -> None:
+    def __init__(self, code: ForwardCode, names: Sequence[str], log: BackendLog | None) -> None:
         self._code = code
         self._log = log
-        self._settings = settings
         self._forward = CuttableForward(code)
         self._graph = self._forward.graph
         self._known = [patterns_of(name) for name in names]
@@ -305,7 +292,6 @@ class _Mixing:
             self._time_of,
             singles=singles,
             libraries=self._libraries,
-            settings=self._settings,
         )
         notes = _notes(found, op_level.placement, len(searched.tried))
         return self._against(single, searched.best, notes)

@@ -66,8 +66,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if value is not None and value < 1:
             raise ConfigError(f"--{option} {value}: give at least 1")
 
+    from gpp_plugin.backends.forward_code import use_threads
     from gpp_plugin.backends.measured_backends import BackendLog
-    from gpp_plugin.backends.model_parts import use_threads
     from gpp_plugin.backends.place_forward import place_forward
 
     threads = use_threads(args.threads)
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _codes(args: argparse.Namespace) -> Sequence[ForwardCode]:
-    from gpp_plugin.backends.model_parts import part_codes
+    from gpp_plugin.backends.forward_code import part_codes
     from gpp_plugin.compare.compared_models import build_model
 
     settings = CompareSettings(

@@ -37,9 +37,8 @@ from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.search_report import searching
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
-from gpp_plugin.report.printable import printable
 from gpp_plugin.report.progress import step
-from gpp_plugin.report.units import fill_text, format_bytes, format_table
+from gpp_plugin.report.units import fill_text, format_bytes, format_table, printable
 
 LONG_SECONDS = 5.0
 """Planning that takes longer is not done again for a chain, unless `--against` names it."""

@@ -23,11 +23,16 @@ from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.plan_form import check_events, plan_of_envelope, read_plan
 from gpp_plugin.report.chrome_trace import write_trace
-from gpp_plugin.report.figure import Figure, draw_stage_graph, stack_figures, write_png, write_svg
+from gpp_plugin.report.figure import Figure, draw_stage_graph, figure_png, figure_svg, stack_figures
 from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.plan_text import format_breakdown, format_plan, stage_rows
-from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline, format_timeline
+from gpp_plugin.report.timeline_chart import (
+    chart_timeline,
+    draw_memory,
+    draw_timeline,
+    format_timeline,
+    summarize_timeline,
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,7 +79,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         results.append(
             {
                 "rows": [to_plain(event) for event in timeline.events],
-                "summary": dataclasses.asdict(summarize_timeline(timeline, plan)),
+                "summary": dataclasses.asdict(summarize_timeline(timeline)),
             }
         )
     _write(args, reported)
@@ -131,10 +136,10 @@ def _write(args: argparse.Namespace, reported: list[ReportedPlan]) -> None:
             write_text_whole(args.html, report_page(reported))
             print(f"page written to {args.html}; open it in a browser")
         if args.svg is not None:
-            write_svg(_pictures(reported), args.svg)
+            write_text_whole(args.svg, figure_svg(_pictures(reported)) + "\n")
             print(f"pictures written to {args.svg}")
         if args.png is not None:
-            write_png(_pictures(reported), args.png)
+            args.png.write_bytes(figure_png(_pictures(reported)))
             print(f"pictures written to {args.png}")
     except OSError as error:
         raise GppError(f"{error.filename}: cannot be written ({error.strerror})") from error

@@ -16,9 +16,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
-from gpp_plugin.report.printable import printable
-from gpp_plugin.report.summary import summarize_timeline
-from gpp_plugin.report.units import fill_text, format_ms, format_table
+from gpp_plugin.report.timeline_chart import summarize_timeline
+from gpp_plugin.report.units import fill_text, format_ms, format_table, printable
 from gpp_plugin.simulate.timeline_metrics import timeline_overlap
 
 BENCHMARKS = "gpp_benchmarks"
@@ -85,7 +84,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(timeline, plan))
+    summary = dataclasses.asdict(summarize_timeline(timeline))
     ahead = simulate_ahead(plan, args.cluster)
     if ahead is not None:
         said = (
@@ -130,7 +129,7 @@ def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
     if args.out is not None:
         save(found.timeline, args.out)
         print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(found.timeline, found.plan))
+    summary = dataclasses.asdict(summarize_timeline(found.timeline))
     figures = {
         "num_windows": found.num_windows,
         "steady_us": found.steady_us,

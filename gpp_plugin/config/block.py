@@ -264,8 +264,8 @@ class GraphPipelineConfig(_Block):
         backends: backends of stages that train nothing (frozen towers, in training and evaluation). "off" is torch's
             operators. "auto" is the fastest of all installed backends, a list the fastest of those, by measurement. An
             object names one for a stage. Results differ by rounding (docs/backends.md).
-        compile: run blocks that train as compiled code (inductor), each distinct one compiled once: true, those of some
-            modules alone (``{"language_model": true}``), or "auto", those that measured faster by more than noise.
+        compile: run blocks that train as compiled code (inductor), each distinct one compiled once. Give true, some
+            modules alone (``{"language_model": true}``), or "auto" for those that measured faster by more than noise.
             Without the compiler's cache the start takes tens of seconds longer.
     """
 

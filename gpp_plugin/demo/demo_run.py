@@ -19,8 +19,7 @@ from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.launch import require_modules, run_ranks
 from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.plan_text import format_plan
-from gpp_plugin.report.summary import forward_overlap_us, forward_overlaps_us
-from gpp_plugin.report.timeline_chart import format_timeline
+from gpp_plugin.report.timeline_chart import format_timeline, forward_overlap_us, forward_overlaps_us
 from gpp_plugin.report.units import screen_columns
 
 COMPARED_STEPS = 20

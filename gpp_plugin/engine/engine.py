@@ -29,9 +29,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.backends.job_backends import choose_backends, compile_stages, with_backends
 from gpp_plugin.backends.measured_backends import BackendLog
-from gpp_plugin.backends.stage_backends import StageBackends, check_backends_installed
+from gpp_plugin.backends.stage_backends import (
+    StageBackends,
+    check_backends_installed,
+    choose_backends,
+    compile_stages,
+    with_backends,
+)
 from gpp_plugin.capture.tracing.sample_batches import (
     as_unit,
     count_samples,

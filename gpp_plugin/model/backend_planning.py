@@ -27,12 +27,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
-from gpp_plugin.backends.compiled_stage import compare_results, run_both
-from gpp_plugin.backends.job_backends import code_of_stage
+from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compare_results, run_both
 from gpp_plugin.backends.measured_backends import BackendLog, place_key, time_in_turn
 from gpp_plugin.backends.place_forward import LEAST_GAIN
-from gpp_plugin.backends.stage_backends import Asked, choose_backend
+from gpp_plugin.backends.stage_backends import Asked, choose_backend, code_of_stage
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
@@ -40,14 +38,14 @@ from gpp_plugin.ir.backend_costs import CompiledCost, StageBackend
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.block_survey import BlockCode, BlockSurvey
-from gpp_plugin.profile.held_bytes import SavedStorages
-from gpp_plugin.profile.timing import Operands
+from gpp_plugin.profile.timing import Operands, SavedStorages
 from gpp_plugin.report.plan_text import format_ranks
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import format_ms
@@ -271,11 +269,11 @@ class _Trial:
             "torch": str(torch.__version__),
             **place_key(self._device),
         }
-        cost = self._log.look_up(CompiledCost, key)
+        cost = self._log.look_up(key, functools.partial(load, CompiledCost))
         if cost is None:
             cost = measure_block(code.block, code.function, operands, self._compiler)
             if not cost.refused:  # a compiler that is missing today may be there tomorrow
-                self._log.keep(key, cost)
+                self._log.keep(key, functools.partial(save, cost))
         self.costs[code.signature] = cost
 
 

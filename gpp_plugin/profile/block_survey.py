@@ -146,7 +146,7 @@ def block_codes(captured: CapturedGraph, block_graph: BlockGraph) -> list[BlockC
         captured, graph=without_choices(captured.graph, captured.masks, ones, of=replicated)
     )
     made: set[str] = set()
-    signer = _Signer(captured)
+    signer = BlockSigner(captured)
     codes = []
     for block in block_graph.blocks:
         outputs = _outputs(captured, block_graph, block)
@@ -174,13 +174,8 @@ def _outputs(captured: CapturedGraph, graph: BlockGraph, block: Block) -> list[s
     return [name for name in block.nodes if name in tensors][-1:]
 
 
-def signature_of(captured: CapturedGraph, nodes: Iterable[str], outputs: Sequence[str]) -> str:
-    """Return a text that depends on operators, literals, shapes, dtypes and gradient flags, not on names."""
-    return _Signer(captured).sign(nodes, outputs)
-
-
-class _Signer:
-    """Signs the blocks of one capture."""
+class BlockSigner:
+    """Signs blocks of one capture: by operators, literals, shapes, dtypes and gradient flags, whatever their names."""
 
     def __init__(self, captured: CapturedGraph) -> None:
         self._captured = captured
@@ -334,7 +329,13 @@ class BlockSurvey:
             if spec.name in received
         }
         self._values: dict[str, Tensor] = dict(received)
-        self._last_reader = _last_readers(self._codes)
+        self._last_reader = {
+            name: position
+            for position, code in enumerate(self._codes)
+            for function in (code.replicas, code.function)
+            if function is not None
+            for name in function.received
+        }
         self._shared: dict[tuple[str, tuple[object, ...]], _Measured] = {}
         self._recurs = Counter(code.signature for code in self._codes)
         self.held = HeldStorages()
@@ -526,12 +527,3 @@ def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResul
         transient_bytes=surveyed.own.whole.transient_bytes,
         split=surveyed.own.split,
     )
-
-
-def _last_readers(codes: Sequence[BlockCode]) -> dict[str, int]:
-    last: dict[str, int] = {}
-    for position, code in enumerate(codes):
-        for function in (code.replicas, code.function):
-            if function is not None:
-                last.update(dict.fromkeys(function.received, position))
-    return last

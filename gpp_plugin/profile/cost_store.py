@@ -1,17 +1,21 @@
-"""The on-disk store of measured costs: one JSON file a profile, under a key of all that times depend on."""
+"""The on-disk store of measurements: one JSON file each, under a key of all that they depend on."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from gpp_plugin.errors import GppError, ProfileError
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint, load, save
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def default_directory() -> Path:
@@ -20,46 +24,58 @@ def default_directory() -> Path:
     return (Path(root) if root else Path.home() / ".cache") / "gpp_plugin" / "profiles"
 
 
-class CostStore:
-    """Profiles on disk.
+class MeasurementStore:
+    """Measurements of one kind on disk, by what they depend on.
 
     Args:
-        directory: where the files are; `default_directory` if None. It is made when first written to.
+        directory: where the files are; it is made when first written to.
+        what: what a file holds, for the warning that it cannot be read.
+        lost: the warning where the disk refuses: of the directory and the reason.
+        prefix: of the files' names.
     """
 
-    def __init__(self, directory: str | Path | None = None) -> None:
-        self.directory = Path(directory) if directory is not None else default_directory()
+    def __init__(self, directory: str | Path, *, what: str, lost: str, prefix: str = "") -> None:
+        self.directory = Path(directory)
+        self._what, self._lost, self._prefix = what, lost, prefix
 
     def path(self, key: Mapping[str, object]) -> Path:
-        """Return the file for ``key``: what the times depend on, as JSON types."""
-        return self.directory / f"{fingerprint(dict(key))}.json"
-
-    def find(self, key: Mapping[str, object]) -> Profile | None:
-        """Return the stored profile, or None; a file that cannot be read is ignored with a warning."""
+        """Return the file for ``key``: what the measurement depends on, as JSON types."""
         # The file's name is the fingerprint of the key alone: another torch, processor, graph or release is another
         # file, and nothing is ever compared or thrown away.
+        return self.directory / f"{self._prefix}{fingerprint(dict(key))}.json"
+
+    def look_up(self, key: Mapping[str, object], read: Callable[[Path], T]) -> T | None:
+        """Return what is stored; None where there is nothing, or, with a warning, none that can be read."""
         path = self.path(key)
         if not path.exists():
             return None
         try:
-            profile = load(Profile, path)
-            profile.check()
-            return profile
+            return read(path)
         except GppError as error:
-            logger.warning("ignoring a stored profile that cannot be read; measuring again: %s", error)
+            logger.warning("ignoring %s that cannot be read; measuring again: %s", self._what, error)
             return None
 
-    def put(self, key: Mapping[str, object], profile: Profile) -> None:
-        """Write ``profile`` whole or not at all; where the disk refuses, say so and go on without."""
+    def keep(self, key: Mapping[str, object], write: Callable[[Path], None]) -> None:
+        """Store a measurement; where the disk refuses, warn and continue without."""
         try:
-            save(profile, self.path(key))
+            write(self.path(key))
         except OSError as error:
-            logger.warning(
-                "the profile could not be stored in %s (%s); it will be measured again next time, "
-                "or set graph_pipeline.profile_dir to a directory that can be written",
-                self.directory,
-                error,
-            )
+            logger.warning(self._lost, self.directory, error)
+
+
+class CostStore(MeasurementStore):
+    """Profiles on disk.
+
+    Args:
+        directory: where the files are; `default_directory` if None.
+    """
+
+    def __init__(self, directory: str | Path | None = None) -> None:
+        lost = (
+            "the profile could not be stored in %s (%s); it will be measured again next time, or set "
+            "graph_pipeline.profile_dir to a directory that can be written"
+        )
+        super().__init__(directory or default_directory(), what="a stored profile", lost=lost)
 
     def find_or_measure(self, key: Mapping[str, object], measure: Callable[[], Profile]) -> Profile:
         """Return the stored profile, or measure one and store it.
@@ -67,12 +83,18 @@ class CostStore:
         Raises:
             ProfileError: ``measure`` failed.
         """
-        stored = self.find(key)
+        stored = self.look_up(key, _read_profile)
         if stored is not None:
             logger.info("using the profile stored in %s", self.path(key))
             return stored
         profile = measure()
         if not profile.costs:
             raise ProfileError("the profile measured has no blocks; is the BlockGraph empty?")
-        self.put(key, profile)
+        self.keep(key, functools.partial(save, profile))
         return profile
+
+
+def _read_profile(path: Path) -> Profile:
+    profile = load(Profile, path)
+    profile.check()
+    return profile

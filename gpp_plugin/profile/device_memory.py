@@ -14,7 +14,7 @@ some to fragmentation. So the first are made, what is free then is asked of the 
       = 74826 usable
 
 Source: this project
-Tests: tests/profile/test_device_memory.py, tests/profile/test_device_speeds.py
+Tests: tests/profile/test_device_memory.py
 """
 
 from __future__ import annotations

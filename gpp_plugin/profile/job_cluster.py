@@ -22,11 +22,10 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin import __version__
-from gpp_plugin.errors import GppError
 from gpp_plugin.ir.cluster import Cluster, Link
-from gpp_plugin.ir.serialize import fingerprint, write_text_whole
+from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
-from gpp_plugin.profile.cost_store import default_directory
+from gpp_plugin.profile.cost_store import MeasurementStore, default_directory
 from gpp_plugin.profile.device_links import (
     HostTopology,
     Level,
@@ -96,8 +95,9 @@ def find_cluster(
     opened = MeasuredCommunicator.make(placement.own_device, timeout_s) if use_nccl else None
     taken = exchange(lambda: 0 if opened is None else opened.num_bytes, what="opening NCCL", group=group)
     messages = group if opened is None else opened.group
-    links, speeds, path = _find_links(
-        placement, group, messages, directory=directory, measures_anew=measures_anew, timeout_s=timeout_s
+    store = _store_of(directory)
+    links, speeds, key = _find_links(
+        placement, group, messages, store, measures_anew=measures_anew, timeout_s=timeout_s
     )
     if opened is not None:
         opened.close()
@@ -115,8 +115,9 @@ def find_cluster(
     )
     cluster = Cluster(name="auto", devices=devices, links=links)
     if speeds and placement.rank == 0:
-        _store(cluster, path)
-    return JobCluster(cluster=cluster, memory=memory, speeds=speeds, path=path)
+        description = json.dumps(describe_cluster(cluster), indent=2) + "\n"
+        store.keep(key, lambda path: write_text_whole(path, description))
+    return JobCluster(cluster=cluster, memory=memory, speeds=speeds, path=store.path(key))
 
 
 def shares_of(placement: JobPlacement) -> tuple[float, ...]:
@@ -128,15 +129,14 @@ def _find_links(
     placement: JobPlacement,
     group: dist.ProcessGroup | None,
     messages: dist.ProcessGroup | None,
+    store: MeasurementStore,
     *,
-    directory: str | Path | None,
     measures_anew: bool,
     timeout_s: float,
-) -> tuple[tuple[Link, ...], tuple[PairSpeed, ...], Path]:
-    """Return the links, the speeds of the pairs that were measured for them, and where they are stored; collective."""
+) -> tuple[tuple[Link, ...], tuple[PairSpeed, ...], Mapping[str, Any]]:
+    """Return the links, the speeds of the pairs that were measured for them, and what both depend on; collective."""
     # The first rank of each host reads its topology. Levels follow from it, and from them the key: stored links were
     # measured between the same kinds of devices, joined in the same way.
-    num_ranks = len(placement.places)
     reads = placement.own_local_rank == 0 and placement.backend == "nccl"
     own = [place.device for place in placement.places if place.host == placement.own_place.host]
 
@@ -147,19 +147,24 @@ def _find_links(
     unknown = HostTopology(nvlinks=frozenset(), source="")
     levels, notes = link_levels(placement, [found[ranks[0]][1] or unknown for ranks in placement.hosts])
     key = cluster_key(placement, [found[ranks[0]][0] for ranks in placement.hosts], levels)
-    path = Path(directory or default_directory()) / f"cluster-{fingerprint(key)}.json"
     if placement.rank == 0:
         for note in notes:
             logger.warning("cluster: %s", note)
     if messages is None:
-        return (dataclasses.replace(CUDA_LINK, latency_us=0.0),), (), path
-    stored = exchange(
-        lambda: None if measures_anew or placement.rank else _stored_links(path, num_ranks),
-        what="the stored links",
-        group=group,
-    )[0]
+        return (dataclasses.replace(CUDA_LINK, latency_us=0.0),), (), key
+
+    def read() -> tuple[Link, ...] | None:
+        if measures_anew or placement.rank:
+            return None
+        found = store.look_up(key, lambda path: read_cluster(path, num_devices=len(placement.places)).links)
+        if found is not None:
+            line = "cluster: using the links measured before, %s; remove the file to measure them again"
+            logger.info(line, store.path(key))
+        return found
+
+    stored = exchange(read, what="the stored links", group=group)[0]
     if stored is not None:
-        return stored, (), path
+        return stored, (), key
     measured: list[PairSpeed] = []
 
     def measure(pairs: Sequence[tuple[int, int]]) -> Sequence[PairSpeed]:
@@ -175,7 +180,7 @@ def _find_links(
                 "cluster: %s joins %d ranks: %.1f GB/s a rank, %.1f us", link.name, link.span, link.bytes_per_s / 1e9,
                 link.latency_us,
             )  # fmt: skip
-    return links, tuple(measured), path
+    return links, tuple(measured), key
 
 
 def cluster_key(
@@ -196,30 +201,14 @@ def cluster_key(
     }
 
 
-def _stored_links(path: Path, num_ranks: int) -> tuple[Link, ...] | None:
-    """Return the links of a stored cluster; None where there is none that can be read."""
-    if not path.is_file():
-        return None
-    try:
-        links = read_cluster(path, num_devices=num_ranks).links
-    except GppError as error:
-        logger.warning("ignoring stored links that cannot be read; measuring again: %s", error)
-        return None
-    logger.info("cluster: using the links measured before, %s; remove the file to measure them again", path)
-    return links
-
-
-def _store(cluster: Cluster, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_text_whole(path, json.dumps(describe_cluster(cluster), indent=2) + "\n")
-    except OSError as error:
-        logger.warning(
-            "the links could not be stored in %s (%s); they will be measured again next time, or set "
-            "graph_pipeline.profile_dir to a directory that can be written",
-            path.parent,
-            error,
-        )
+def _store_of(directory: str | Path | None) -> MeasurementStore:
+    lost = (
+        "the links could not be stored in %s (%s); they will be measured again next time, or set "
+        "graph_pipeline.profile_dir to a directory that can be written"
+    )
+    return MeasurementStore(
+        directory or default_directory(), what="stored links", lost=lost, prefix="cluster-"
+    )
 
 
 def measure_models(

@@ -150,7 +150,13 @@ def _survey_all(
         at_n = captured if n == captured.op_graph.num_samples else _capture(capture_at, n)
         is_largest = n == counts[-1]
         taken = survey(captured=at_n, with_peak=is_largest, with_split=with_split and is_largest)
-        results.append(taken.run(_report_from(progress, position, len(counts))))
+
+        def report(done: int, total: int, text: str, survey: int = position) -> None:
+            logger.debug("profiling %s", text)
+            if progress is not None:
+                progress(survey * total + done, len(counts) * total, text)
+
+        results.append(taken.run(report))
         held.append(taken.held)
     return results, held
 
@@ -248,15 +254,6 @@ def _capture(capture_at: Callable[[int], CapturedGraph] | None, num_samples: int
             "it must capture at the number that is passed"
         )
     return captured
-
-
-def _report_from(progress: Progress | None, survey: int, num_surveys: int) -> Callable[[int, int, str], None]:
-    def report(done: int, total: int, text: str) -> None:
-        logger.debug("profiling %s", text)
-        if progress is not None:
-            progress(survey * total + done, num_surveys * total, text)
-
-    return report
 
 
 @contextmanager

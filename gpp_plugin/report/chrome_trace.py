@@ -12,17 +12,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 
-_TRACKS = {
-    EventKind.FORWARD: (0, "compute"),
-    EventKind.BACKWARD: (0, "compute"),
-    EventKind.INPUT_GRADIENT: (0, "compute"),
-    EventKind.WEIGHT_GRADIENT: (0, "compute"),
-    EventKind.GATHER: (0, "compute"),
-    EventKind.REDUCE: (0, "compute"),
-    EventKind.STEP: (0, "compute"),
-    EventKind.RECEIVE: (100, "receive"),
-    EventKind.SEND: (200, "send"),
-}
+_TRACKS = {EventKind.RECEIVE: (100, "receive"), EventKind.SEND: (200, "send")}
+"""Of messages; everything else is on track 0, ``compute``."""
 
 
 def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
@@ -37,8 +28,8 @@ def chrome_trace(timeline: Timeline, plan: PipelinePlan) -> dict[str, Any]:
         stages = plan.stages_of_rank(rank)
         names = ", ".join(f"{stage} {plan.stages[stage].forward_label}" for stage in stages)
         name = f"rank {rank}: stage{'s' * (len(stages) > 1)} {names}"
-        events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": name}})
-        events.append({"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}})
+        for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": rank})):
+            events.append({"ph": "M", "name": kind, "pid": rank, "args": args})
         events += _rank_events([event for event in timeline.events if event.rank == rank], plan, tracks)
     events += _arrows(timeline, plan, tracks)
     return {
@@ -61,7 +52,7 @@ def _rank_events(events: list[Event], plan: PipelinePlan, tracks: dict[int, int]
     ends: dict[int, float] = {}
     shown: list[dict[str, Any]] = []
     for event in sorted(events, key=lambda event: (event.start_us, -event.end_us)):
-        track, track_name = _TRACKS[event.kind]
+        track, track_name = _TRACKS.get(event.kind, (0, "compute"))
         while ends.get(track, float("-inf")) > event.start_us:
             track += 1
         if track not in ends:

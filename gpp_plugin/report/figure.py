@@ -11,13 +11,11 @@ import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
 
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.report.picture import GraphLayout, PlacedBox, lay_out_graph
 from gpp_plugin.report.plan_text import format_ranks
 from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
@@ -27,6 +25,7 @@ CHAR_WIDTH = 6.6
 """Pixels a character of `FONT_SIZE` takes in the fixed-width font of figures."""
 PNG_SCALE = 2
 """Pixels of a PNG for one of the figure, so that small text is readable; 1 where that would be too many."""
+STACK_GAP = 24.0
 MOST_PIXELS = 50_000_000
 """Of a PNG: what many viewers still open."""
 
@@ -89,15 +88,15 @@ class Figure:
     shapes: tuple[Shape, ...]
 
 
-def stack_figures(figures: Sequence[Figure], *, gap: float = 24.0) -> Figure:
+def stack_figures(figures: Sequence[Figure]) -> Figure:
     """Return figures one below the other as one."""
     shapes: list[Shape] = []
     top = 0.0
     for figure in figures:
         shapes += [_moved(shape, top) for shape in figure.shapes]
-        top += figure.height + gap
+        top += figure.height + STACK_GAP
     width = max((figure.width for figure in figures), default=0.0)
-    return Figure(width=width, height=max(top - gap, 0.0), shapes=tuple(shapes))
+    return Figure(width=width, height=max(top - STACK_GAP, 0.0), shapes=tuple(shapes))
 
 
 def _moved(shape: Shape, down: float) -> Shape:
@@ -149,22 +148,12 @@ def _head(line: Polyline) -> Polygon:
     return Polygon(((x - 4, y - 7), (x + 4, y - 7), (x, y)), line.colour)
 
 
-def write_svg(figure: Figure, path: str | Path) -> None:
-    """Write the figure as an SVG file."""
-    write_text_whole(path, figure_svg(figure) + "\n")
-
-
-def write_png(figure: Figure, path: str | Path) -> None:
-    """Write the figure as a PNG file.
+def figure_png(figure: Figure) -> bytes:
+    """Return the figure as the bytes of a PNG file.
 
     Raises:
         GppError: Pillow is not installed, or the picture would be too large to open.
     """
-    Path(path).write_bytes(figure_png(figure))
-
-
-def figure_png(figure: Figure) -> bytes:
-    """Return the figure as the bytes of a PNG file; raises as `write_png` does."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError as error:

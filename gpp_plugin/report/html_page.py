@@ -25,7 +25,6 @@ from gpp_plugin.report.plan_text import (
     headline,
     stage_table,
 )
-from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.timeline_chart import (
     COLOURS,
     IDLE_COLOUR,
@@ -35,6 +34,8 @@ from gpp_plugin.report.timeline_chart import (
     ChartRow,
     TimelineChart,
     chart_timeline,
+    legend_of,
+    summarize_timeline,
 )
 from gpp_plugin.report.units import format_bytes, format_ms
 
@@ -62,13 +63,12 @@ def report_page(plans: Sequence[ReportedPlan]) -> str:
     for number, (each, drawn) in enumerate(zip(plans, charts, strict=True)):
         body += _chapter(number, each, drawn, is_only=len(plans) == 1)
     letters = {event: task.value for task, event in EVENT_OF_TASK.items()}
-    kinds = []
-    for kind in _KINDS:
-        colour, name = COLOURS[kind]
-        track, letter = TRACKS.get(kind, 0), letters.get(kind, "")
-        kinds.append({"name": name, "colour": colour, "track": track, "letter": letter})
     data = {
-        "kinds": kinds,
+        "kinds": [
+            {"name": name, "colour": colour, "track": TRACKS.get(kind, 0), "letter": letters.get(kind, "")}
+            for kind in _KINDS
+            for colour, name in [COLOURS[kind]]
+        ],
         "idle": IDLE_COLOUR,
         "memory": MEMORY_COLOUR,
         "limit": LIMIT_COLOUR,
@@ -107,7 +107,7 @@ def _comparison(plans: Sequence[ReportedPlan]) -> list[str]:
     first = listed[0][2].iteration_us
     rows = []
     for each, title, timeline in listed:
-        summary = summarize_timeline(timeline, each.plan)
+        summary = summarize_timeline(timeline)
         busy = max(summary.busy_us.values(), default=0.0)
         rows.append(
             [
@@ -159,9 +159,9 @@ def _decisions(plan: PipelinePlan) -> list[str]:
 def _timelines(number: int, charts: Sequence[TimelineChart]) -> list[str]:
     if not charts:
         return []
-    kinds = {event.kind for chart in charts for row in chart.rows for event in row.events}
-    entries = [COLOURS[kind] for kind in _KINDS if kind in kinds] + [(IDLE_COLOUR, "idle")]
-    legend = "".join(f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in entries)
+    legend = "".join(
+        f'<span><i style="background:{colour}"></i>{name}</span>' for colour, name in legend_of(charts)
+    )
     actions = {"in": "zoom in", "out": "zoom out", "all": "show all", "left": "&larr;", "right": "&rarr;"}
     buttons = "".join(
         f'<button data-plan="{number}" data-action="{action}">{text}</button> '
@@ -209,12 +209,11 @@ def _plan_data(plan: PipelinePlan, charts: Sequence[TimelineChart]) -> dict[str,
 
 
 def _row_data(row: ChartRow, chart: TimelineChart, plan: PipelinePlan) -> dict[str, Any]:
-    limit = f" of {format_bytes(row.limit_bytes)}" if row.limit_bytes else ""
     return {
         "rank": row.rank,
         "label": row.label,
         "name": f"rank {row.rank}: {plan.names_on_rank(row.rank)}",
-        "held": f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}",
+        "held": row.held,
         "limit": row.limit_bytes,
         "memory": [[round(time - chart.start_us, 2), round(held)] for time, held in row.memory],
         "bars": [_bar_data(event, chart) for event in row.events],

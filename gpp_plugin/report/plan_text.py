@@ -14,8 +14,14 @@ from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
 from gpp_plugin.plan.edge_transports import choose_edge_transports
 from gpp_plugin.report.picture import draw_graph
-from gpp_plugin.report.printable import with_printable
-from gpp_plugin.report.units import fill_text, format_bytes, format_ms, format_table, shorten_name
+from gpp_plugin.report.units import (
+    fill_text,
+    format_bytes,
+    format_ms,
+    format_table,
+    shorten_name,
+    with_printable,
+)
 from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
 
 # A memory report as text: what is predicted to fill each rank, what was found there, and what to change.

@@ -17,9 +17,95 @@ from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
-from gpp_plugin.report.summary import summarize_timeline
 from gpp_plugin.report.units import IN_LOGS, LABEL_WIDTH, format_bytes, format_ms, format_table, shorten_name
 from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, memory_over_time
+
+# Figures drawn from a timeline: idle time, what each rank did, which stages ran at the same time.
+
+Interval = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineSummary:
+    """What one mini-batch's timeline comes to.
+
+    Args:
+        bubble_ratio: idle share of all ranks over the span of compute.
+        busy_us: rank -> microseconds it computed; ``communication_us`` it spent in messages and reductions.
+    """
+
+    source: str
+    iteration_us: float
+    bubble_ratio: float
+    busy_us: dict[int, float]
+    communication_us: dict[int, float]
+    bytes_sent: int
+
+
+def summarize_timeline(timeline: Timeline) -> TimelineSummary:
+    """Return the figures of a timeline."""
+    communication: dict[int, float] = defaultdict(float)
+    for event in timeline.events:
+        if event.kind in (EventKind.SEND, EventKind.RECEIVE, EventKind.REDUCE):
+            communication[event.rank] += event.end_us - event.start_us
+    return TimelineSummary(
+        source=timeline.source,
+        iteration_us=timeline.iteration_us,
+        bubble_ratio=timeline.bubble_ratio(),
+        busy_us=dict(sorted(timeline.busy_us().items())),
+        communication_us=dict(sorted(communication.items())),
+        bytes_sent=sum(event.bytes for event in timeline.events if event.kind is EventKind.SEND),
+    )
+
+
+def forward_overlap_us(timeline: Timeline, stages: Sequence[int]) -> float:
+    """Return the microseconds in which every one of ``stages`` was in some forward."""
+    return _common_us([_forwards(timeline, stage) for stage in stages])
+
+
+def forward_overlaps_us(timeline: Timeline, stages: Sequence[int]) -> dict[int, float]:
+    """Return micro-batch -> microseconds in which all ``stages`` were in that micro-batch's forward."""
+    numbers = {event.micro_batch for stage in stages for event in _forwards(timeline, stage)}
+    return {
+        number: _common_us([_forwards(timeline, stage, number) for stage in stages])
+        for number in sorted(numbers)
+    }
+
+
+def _forwards(timeline: Timeline, stage: int, micro_batch: int | None = None) -> list[Event]:
+    return [
+        event
+        for event in timeline.events
+        if event.kind is EventKind.FORWARD
+        and event.stage == stage
+        and (micro_batch is None or event.micro_batch == micro_batch)
+    ]
+
+
+def _common_us(groups: Sequence[Iterable[Event]]) -> float:
+    # ``groups``: by stage, its forwards on all its ranks. A stage runs while any of its ranks does (their union); of
+    # [0, 200] and [50, 150] 100 us are common.
+    common: list[Interval] | None = None
+    for events in groups:
+        intervals = _union([(event.start_us, event.end_us) for event in events])
+        common = intervals if common is None else _intersect(common, intervals)
+    return sum(end - start for start, end in common or [])
+
+
+def _union(intervals: list[Interval]) -> list[Interval]:
+    # sorted by start, an interval joins the one before or begins a new one: (0, 4) (3, 6) (8, 9) are (0, 6) (8, 9)
+    merged: list[Interval] = []
+    for start, end in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _intersect(first: list[Interval], second: list[Interval]) -> list[Interval]:
+    return [(max(a, c), min(b, d)) for a, b in first for c, d in second if max(a, c) < min(b, d)]
+
 
 # Where the time of a step goes on each rank, and what its messages carry: tables of what ranks noted meanwhile.
 
@@ -100,7 +186,8 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
     shown = sorted(ranks)
     left_out = ""
     if len(shown) > MOST_RANKS:
-        busiest = sorted(shown, key=lambda rank: -_computed_us(ranks[rank]))
+        phases = {rank: ranks[rank].by_phase for rank in shown}
+        busiest = sorted(shown, key=lambda rank: -(phases[rank]["forward"] + phases[rank]["backward"]))
         shown = sorted([*busiest[: MOST_RANKS // 2], *busiest[-MOST_RANKS // 2 :]])
         left_out = f"\n{len(ranks) - MOST_RANKS} ranks that compute neither least nor most are left out"
     rows = []
@@ -116,10 +203,6 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
             ]
         )
     return format_table(["rank", "stage", *PHASES, "total ms"], rows, left=2, width=IN_LOGS) + left_out
-
-
-def _computed_us(times: PhaseTimes) -> float:
-    return times.by_phase["forward"] + times.by_phase["backward"]
 
 
 def format_messages(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
@@ -176,7 +259,7 @@ def format_timeline(
     """
     if not timeline.events:
         return "the timeline holds no events"
-    summary = summarize_timeline(timeline, plan)
+    summary = summarize_timeline(timeline)
     # one scale for all ranks, so that what stands in one column happened at the same time
     start = min(event.start_us for event in timeline.events)
     rows: dict[tuple[int, int], list[Event]] = defaultdict(list)
@@ -269,6 +352,12 @@ class ChartRow:
     limit_bytes: int
 
     @property
+    def held(self) -> str:
+        """Return the most the rank holds, and its limit, where there is one."""
+        limit = f" of {format_bytes(self.limit_bytes)}" if self.limit_bytes else ""
+        return f"rank {self.rank}: {format_bytes(self.peak_bytes)}{limit}"
+
+    @property
     def peak_bytes(self) -> float:
         """Return the most the rank holds."""
         return max((held for _, held in self.memory), default=0.0)
@@ -357,27 +446,28 @@ def event_text(event: Event, plan: PipelinePlan) -> str:
     return f"{name} on {plan.edge_name(event.edge)}{other}, micro-batch {event.micro_batch}{size}, {took}"
 
 
+WIDTH = 1200.0
 LEFT = RANK_LABEL_WIDTH * CHAR_WIDTH + 16
 HEAD = 42.0
 ROW, MESSAGE, SPACE = 14.0, 4.0, 3.0
 """Pixels of a row's compute, of each of its two message tracks, and between rows."""
 
 
-def draw_timeline(
-    chart: TimelineChart, plan: PipelinePlan, *, width: float = 1200.0, span_us: float = 0.0
-) -> Figure:
+def draw_timeline(chart: TimelineChart, plan: PipelinePlan, *, span_us: float = 0.0) -> Figure:
     """Return a timeline as a figure: a row a rank, with a legend above.
 
     Args:
         span_us: what the width stands for, so that several figures have one scale; 0: the timeline's own duration.
     """
-    span = span_us or chart.duration_us or 1.0
-    scale = (width - LEFT - 8) / span
+    scale = (WIDTH - LEFT - 8) / (span_us or chart.duration_us or 1.0)
     height = ROW + 2 * MESSAGE
     shapes: list[Shape] = [
         Label(8, 14, f"{chart.title}: {format_ms(chart.duration_us)} ms", is_bold=True),
-        *_legend(chart),
     ]
+    x = LEFT
+    for colour, name in legend_of([chart]):
+        shapes += [Rectangle(x, 22, 10, 10, colour), Label(x + 14, 31, name)]
+        x += 28 + len(name) * CHAR_WIDTH
     for index, row in enumerate(chart.rows):
         top = HEAD + index * (height + SPACE)
         shapes.append(Label(LEFT - 8, top + ROW - 3, row.label, is_end=True))
@@ -393,24 +483,18 @@ def draw_timeline(
             if event.task is not None and length > len(text) * CHAR_WIDTH + 2:
                 middle = x + (length - len(text) * CHAR_WIDTH) / 2
                 shapes.append(Label(middle, top + ROW - 3, text, colour="#ffffff"))
-    return Figure(width=width, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
+    return Figure(width=WIDTH, height=HEAD + len(chart.rows) * (height + SPACE) + 8, shapes=tuple(shapes))
 
 
-def _legend(chart: TimelineChart) -> list[Shape]:
-    kinds = {event.kind for row in chart.rows for event in row.events}
-    entries = [colour_and_name for kind, colour_and_name in COLOURS.items() if kind in kinds]
-    shapes: list[Shape] = []
-    x = LEFT
-    for colour, name in [*entries, (IDLE_COLOUR, "idle")]:
-        shapes += [Rectangle(x, 22, 10, 10, colour), Label(x + 14, 31, name)]
-        x += 28 + len(name) * CHAR_WIDTH
-    return shapes
+def legend_of(charts: Sequence[TimelineChart]) -> list[tuple[str, str]]:
+    """Return the colours of what is in these charts, and their names."""
+    kinds = {event.kind for chart in charts for row in chart.rows for event in row.events}
+    return [*(entry for kind, entry in COLOURS.items() if kind in kinds), (IDLE_COLOUR, "idle")]
 
 
-def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float = 0.0) -> Figure:
+def draw_memory(chart: TimelineChart, *, span_us: float = 0.0) -> Figure:
     """Return what each rank holds over time, with its limit as a dashed line, where there is one."""
-    span = span_us or chart.duration_us or 1.0
-    scale = (width - LEFT - 8) / span
+    scale = (WIDTH - LEFT - 8) / (span_us or chart.duration_us or 1.0)
     rows = [row for row in chart.rows if row.memory]
     title = f"{chart.title}: memory over time, computed from the plan"
     shapes: list[Shape] = [Label(8, 14, title, is_bold=True)]
@@ -419,9 +503,7 @@ def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float =
     most = max([1.0, *(bytes_ for row in rows for bytes_ in (row.peak_bytes, float(row.limit_bytes)))])
     for index, row in enumerate(rows):
         bottom = HEAD + index * pitch + height
-        limit = f" of {format_bytes(row.limit_bytes)}" if row.limit_bytes else ""
-        name = f"rank {row.rank}: {format_bytes(row.peak_bytes)}{limit}"
-        shapes.append(Label(LEFT - 8, bottom - 8, name, is_end=True))
+        shapes.append(Label(LEFT - 8, bottom - 8, row.held, is_end=True))
         points = [(LEFT, bottom)]
         held = 0.0
         for time, value in row.memory:
@@ -434,4 +516,4 @@ def draw_memory(chart: TimelineChart, *, width: float = 1200.0, span_us: float =
         if row.limit_bytes:
             y = bottom - height * row.limit_bytes / most
             shapes.append(Polyline(((LEFT, y), (end, y)), LIMIT_COLOUR, is_dashed=True))
-    return Figure(width=width, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))
+    return Figure(width=WIDTH, height=HEAD + len(rows) * pitch + 8, shapes=tuple(shapes))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpp_benchmarks.backends import _ablated
-from gpp_plugin.backends.model_parts import WHOLE, part_codes
+from gpp_plugin.backends.forward_code import WHOLE, part_codes
 from gpp_plugin.cli import main
 from gpp_plugin.commands.backends_command import format_backends, rows_of
 from gpp_plugin.doctor.checks import Status, check_backends

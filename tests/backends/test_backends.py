@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, fx, nn
 
 from gpp_plugin.backends.forward_code import ForwardCode
-from gpp_plugin.backends.job_backends import describe
 from gpp_plugin.backends.measured_backends import (
     BackendLog,
     build_checked,
@@ -28,10 +27,10 @@ from gpp_plugin.backends.stage_backends import (
     StageBackends,
     check_backends_installed,
     check_stages,
+    describe,
     forward_code,
     requested_backends,
 )
-from gpp_plugin.collage.operator_graph import bits
 from gpp_plugin.collage.patterns import BasePatternRule, is_op
 from gpp_plugin.errors import BackendRefused, ConfigError
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
@@ -329,9 +328,12 @@ def stage_function(code: ForwardCode) -> StageFunction:
     )
 
 
-def running_on(code: ForwardCode, backend: str) -> BackendForward:
-    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend=backend),))
-    forward = StageBackends({"tower": chosen}).forward("tower", stage_function(code), code.parameters)
+def placed_on(backend: str) -> StageBackends:
+    return StageBackends({"tower": StageBackend(stage="tower", groups=(PlacedGroup(backend=backend),))})
+
+
+def running_on(backends: StageBackends, code: ForwardCode) -> BackendForward:
+    forward = backends.forward("tower", stage_function(code), code.parameters)
     assert isinstance(forward, BackendForward)
     return forward
 
@@ -359,7 +361,7 @@ def test_it_takes_over_copies_what_is_overwritten_and_follows_the_weights() -> N
     inputs = [torch.randn(2, 1, 8, 8) for _ in range(3)]
     baked = Baked()
     with BACKENDS.lent("baked", baked):
-        forward = running_on(code, "baked")
+        forward = running_on(placed_on("baked"), code)
         assert not forward.is_taken
         found = [forward(*code.parameters, x) for x in inputs]
         assert forward.is_taken and baked.built == 1
@@ -375,23 +377,16 @@ def test_it_takes_over_copies_what_is_overwritten_and_follows_the_weights() -> N
 def test_what_differs_or_fails_leaves_the_stage_on_torch_with_one_warning(
     tower: ForwardCode, caplog: pytest.LogCaptureFixture
 ) -> None:
+    backends = placed_on("wrong")
     with BACKENDS.lent("wrong", Wrong(lambda out: (out[0] + 1, out[1]))), caplog.at_level(logging.WARNING):
-        forward = running_on(tower, "wrong")
+        forward = running_on(backends, tower)
+        assert backends.in_use() == backends.choices
         for _ in range(3):
             own = forward(*tower.parameters, *tower.examples)
             assert torch.equal(own[0], tower.run(*tower.examples)[0])
     assert not forward.is_taken
     (record,) = caplog.records
     assert "stage tower stays on torch instead of wrong: output 0 differs by" in record.getMessage()
-
-
-def test_what_a_stage_fell_back_to_is_what_it_is_said_to_run_on(tower: ForwardCode) -> None:
-    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="wrong"),))
-    backends = StageBackends({"tower": chosen})
-    with BACKENDS.lent("wrong", Wrong(lambda out: (out[0] + 1, out[1]))):
-        forward = backends.forward("tower", stage_function(tower), tower.parameters)
-        assert forward is not None and backends.in_use() == {"tower": chosen}
-        forward(*tower.parameters, *tower.examples)
     (now,) = backends.in_use().values()
     assert now.is_torch and now.notes[0].startswith("instead of wrong: output 0 differs by")
     assert describe(now).startswith("stage tower runs on torch; instead of wrong: ")
@@ -403,9 +398,7 @@ def test_a_backend_that_could_not_run_a_stage_is_said_with_the_reason() -> None:
 
 
 def test_a_stage_that_trains_is_left_as_it_is(tower: ForwardCode) -> None:
-    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="inductor"),))
-    backends = StageBackends({"tower": chosen})
-    function = stage_function(tower)
+    backends, function = placed_on("inductor"), stage_function(tower)
     trained = [p.detach().requires_grad_(True) for p in tower.parameters]
     assert backends.forward("tower", function, trained) is None
     assert backends.forward("other", function, tower.parameters) is None
@@ -414,15 +407,11 @@ def test_a_stage_that_trains_is_left_as_it_is(tower: ForwardCode) -> None:
 def test_many_shapes_are_built_for_up_to_a_number_and_what_is_built_is_shared(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    baked = Baked()
-    chosen = StageBackend(stage="tower", groups=(PlacedGroup(backend="baked"),))
-    backends = StageBackends({"tower": chosen})
-    held = make_tower().parameters
+    baked, backends, held = Baked(), placed_on("baked"), make_tower().parameters
     with BACKENDS.lent("baked", baked), caplog.at_level(logging.WARNING):
         for samples in (*range(1, 11), 1):
             code = replace(make_tower(samples=samples), parameters=held)
-            forward = backends.forward("tower", stage_function(code), held)
-            assert isinstance(forward, BackendForward)
+            forward = running_on(backends, code)
             for _ in range(2):
                 assert torch.equal(forward(*held, *code.examples)[0], code.run(*code.examples)[0])
             assert forward.is_taken == (samples <= 8)
@@ -452,10 +441,9 @@ def test_a_backend_that_is_asked_for_and_absent_is_refused_before_anything_is_ca
             return "needs a package: pip install it"
 
     with BACKENDS.lent("absent", Absent()):
+        line = "backend 'absent' needs a package: pip install it, or leave it out"
         for asked in (["absent"], {"vision": "absent"}):
-            with pytest.raises(
-                ConfigError, match="backend 'absent' needs a package: pip install it, or leave it out"
-            ):
+            with pytest.raises(ConfigError, match=line):
                 check_backends_installed(asked)
         check_backends_installed("auto")
         assert "absent" not in requested_backends("auto", "vision")
@@ -463,9 +451,5 @@ def test_a_backend_that_is_asked_for_and_absent_is_refused_before_anything_is_ca
 
 
 def test_forward_code_is_the_version_in_use(tower: ForwardCode) -> None:
-    function = stage_function(tower)
-    code = forward_code("tower", function, tower.parameters, tower.examples)
+    code = forward_code("tower", stage_function(tower), tower.parameters, tower.examples)
     assert code.signature == tower.signature
-    assert list(bits(CuttableForward(code).graph.everything)) == list(
-        range(len(CuttableForward(code).graph.operators))
-    )

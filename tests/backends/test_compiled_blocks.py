@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,10 +14,11 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode
-from gpp_plugin.backends.compiled_stage import (
+from gpp_plugin.backends.compiled_blocks import (
     MOST_VERSIONS,
+    BlockCompiler,
     CompiledStages,
+    CutCode,
     compare_results,
     run_both,
     try_code,
@@ -25,8 +27,13 @@ from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.errors import BackendRefused, ConfigError, PlanError
 from gpp_plugin.ir.plan import Stage
-from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.model.backend_planning import CompiledBlocks, check_paths, is_requested, measure_compiled
+from gpp_plugin.model.backend_planning import (
+    CompiledBlocks,
+    _check_stage,
+    check_paths,
+    is_requested,
+    measure_compiled,
+)
 from gpp_plugin.runtime.memory.activation_policy import StageOperators
 from gpp_plugin.runtime.stage_module import StageCode, StageFunction, build_stage_function
 from tests.compilers import compile_plainly
@@ -53,25 +60,11 @@ class Whole:
         self.inputs = [self.batch[key] for key in self.function.batch_inputs]
 
     def code(self, compiled: CompiledStages, **changes: Any) -> Any:
-        stage = Stage(
-            name="all",
-            blocks=tuple(self.blocks),
-            ranks=(0,),
-            micro_batch_size=4,
-            in_flight=1,
-            compiled=tuple(self.blocks),
-        )
-        specs: dict[str, TensorSpec] = {}
+        own = tuple(self.blocks)
+        stage = Stage(name="all", blocks=own, ranks=(0,), micro_batch_size=4, in_flight=1, compiled=own)
         operators = StageOperators(blocks=self.blocks, storage_of={})
-        code = StageCode(
-            function=self.function,
-            tensors=specs,
-            inputs=specs,
-            loss="",
-            outputs={},
-            operators=operators,
-            **changes,
-        )
+        rest: dict[str, Any] = {"tensors": {}, "inputs": {}, "loss": "", "outputs": {}, **changes}
+        code = StageCode(function=self.function, operators=operators, **rest)
         return compiled.code(stage, self.function, code)
 
 
@@ -79,6 +72,15 @@ def stages_with(compile: Callable[[fx.GraphModule, list[Tensor]], Any]) -> Compi
     stages = CompiledStages()
     stages.compiler = BlockCompiler(compile)
     return stages
+
+
+def module_of(make: Callable[..., tuple[fx.Node, ...]]) -> fx.GraphModule:
+    """Return the code of operators: ``make`` is given what calls one, and the arguments by name."""
+    graph = fx.Graph()
+    _, *names = inspect.signature(make).parameters
+    call = lambda target, *args: graph.call_function(target, args)  # noqa: E731
+    graph.output(make(call, *map(graph.placeholder, names)))
+    return fx.GraphModule(torch.nn.Module(), graph)
 
 
 def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -109,11 +111,9 @@ def test_a_block_with_dropout_is_refused() -> None:
 
 def test_inductor_gives_the_gradients_of_torch() -> None:
     """One kernel: it takes seconds for each."""
-    graph = fx.Graph()
-    weight, given = graph.placeholder("weight"), graph.placeholder("given")
-    product = graph.call_function(aten.mul.Tensor, (weight, given))
-    graph.output((graph.call_function(aten.add.Tensor, (product, given)),))
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    module = module_of(
+        lambda call, weight, given: (call(aten.add.Tensor, call(aten.mul.Tensor, weight, given), given),)
+    )
     tensors = [torch.randn(8, requires_grad=True), torch.randn(4, 8)]
     cut = CutCode(module, {"layer": ["mul_tensor", "add_tensor"]}, BlockCompiler())
     right = run_both(module.forward, tensors[:1], tensors[1:])
@@ -123,15 +123,15 @@ def test_inductor_gives_the_gradients_of_torch() -> None:
 def test_what_is_wrong_or_fails_leaves_the_stage_on_torch_with_one_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def wrong(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
-        return lambda *given: tuple(made * 1.001 for made in module(*given))
-
     def failing(module: fx.GraphModule, tensors: list[Tensor]) -> Callable[..., Sequence[Tensor]]:
         raise RuntimeError("no lowering for aten.embedding.default")
 
     whole = Whole("gpt2")
     for compile, text in (
-        (wrong, r"output 0 differs by"),
+        (
+            lambda module, _: lambda *given: tuple(1.001 * made for made in module(*given)),
+            "output 0 differs by",
+        ),
         (failing, " (aten.embedding.default): RuntimeError"),
     ):
         caplog.clear()
@@ -239,27 +239,23 @@ def test_results_that_are_no_numbers_are_not_compared() -> None:
 
 
 def test_a_block_that_reads_what_is_made_of_itself_is_refused() -> None:
-    graph = fx.Graph()
-    given = graph.placeholder("given")
-    first = graph.call_function(aten.relu.default, (given,))
-    between = graph.call_function(aten.neg.default, (first,))
-    last = graph.call_function(aten.add.Tensor, (first, between))
-    graph.output((last,))
-    module = fx.GraphModule(torch.nn.Module(), graph)
+    def made(call: Any, given: fx.Node) -> tuple[fx.Node, ...]:
+        first = call(aten.relu.default, given)
+        return (call(aten.add.Tensor, first, call(aten.neg.default, first)),)
+
     with pytest.raises(BackendRefused, match="block a reads what is made of its own results"):
-        CutCode(module, {"a": [first.name, last.name]}, BlockCompiler(compile_plainly))
+        CutCode(module_of(made), {"a": ["relu_default", "add_tensor"]}, BlockCompiler(compile_plainly))
 
 
 def test_blocks_whose_order_is_mixed_are_put_in_one() -> None:
-    graph = fx.Graph()
-    given = graph.placeholder("given")
-    a1 = graph.call_function(aten.relu.default, (given,))
-    b1 = graph.call_function(aten.neg.default, (given,))
-    a2 = graph.call_function(aten.sin.default, (a1,))
-    b2 = graph.call_function(aten.mul.Tensor, (b1, a2))
-    graph.output((a2, b2))
-    module = fx.GraphModule(torch.nn.Module(), graph)
-    cut = CutCode(module, {"a": [a1.name, a2.name], "b": [b1.name, b2.name]}, BlockCompiler(compile_plainly))
+    def made(call: Any, given: fx.Node) -> tuple[fx.Node, ...]:
+        a1, b1 = call(aten.relu.default, given), call(aten.neg.default, given)
+        a2 = call(aten.sin.default, a1)
+        return a2, call(aten.mul.Tensor, b1, a2)
+
+    module = module_of(made)
+    blocks = {"a": ["relu_default", "sin_default"], "b": ["neg_default", "mul_tensor"]}
+    cut = CutCode(module, blocks, BlockCompiler(compile_plainly))
     x = torch.randn(5)
     for own, right in zip(cut.forward(x), module(x), strict=True):
         assert torch.equal(own, right)
@@ -268,42 +264,29 @@ def test_blocks_whose_order_is_mixed_are_put_in_one() -> None:
 # ---- measured before stages are cut ------------------------------------------------------------------------------
 
 
+def measured(whole: Whole, requested: Any, compiler: BlockCompiler, folder: Path) -> CompiledBlocks:
+    options: dict[str, Any] = {"requested": requested, "log": BackendLog(folder), "compiler": compiler}
+    return measure_compiled(whole.captured, whole.graph, state=whole.state, batch=whole.batch, **options)
+
+
 def test_each_distinct_block_is_measured_once_and_kept_on_disk(tmp_path: Path) -> None:
-    whole = Whole("gpt2", layers=3)
-    compiler = BlockCompiler(compile_plainly)
-
-    def measure() -> CompiledBlocks:
-        return measure_compiled(
-            whole.captured,
-            whole.graph,
-            state=whole.state,
-            batch=whole.batch,
-            requested={"transformer.h": True},
-            log=BackendLog(tmp_path),
-            compiler=compiler,
-        )
-
-    found = measure()
+    whole, compiler = Whole("gpt2", layers=3), BlockCompiler(compile_plainly)
+    found = measured(whole, {"transformer.h": True}, compiler, tmp_path)
     (own,) = found.costs
     assert own[0] == tuple(f"transformer.h.{i}" for i in range(3)) and found.taken == set(own[0])
     assert own[1].both_us > own[1].forward_us > 0 and own[1].saved_bytes == own[1].torch_saved_bytes > 0
     before = compiler.num_compiled
-    assert measure() == found and compiler.num_compiled == before == 1
+    assert (
+        measured(whole, {"transformer.h": True}, compiler, tmp_path) == found
+        and compiler.num_compiled == before == 1
+    )
     (line,) = found.lines()
     assert line.startswith("compile: transformer.h.0 and 2 like it compiled: forward and backward ")
 
 
 def test_auto_takes_what_wins_by_more_than_noise(tmp_path: Path) -> None:
-    whole = Whole("gpt2")
-    found = measure_compiled(
-        whole.captured,
-        whole.graph,
-        state=whole.state,
-        batch=whole.batch,
-        requested="auto",
-        log=BackendLog(tmp_path),
-        compiler=BlockCompiler(compile_plainly),  # operators one by one, and more around them
-    )
+    # operators one by one, and more around them
+    found = measured(Whole("gpt2"), "auto", BlockCompiler(compile_plainly), tmp_path)
     assert len(found.costs) > 1 and not found.taken
 
 
@@ -334,13 +317,9 @@ def test_the_function_of_a_stage_is_kept() -> None:
     whole = Whole("gpt2")
     assert isinstance(whole.code(CompiledStages()).function, StageFunction)
     stage: Any = {"name": "a", "blocks": ("b",), "micro_batch_size": 4, "in_flight": 1}
-    with pytest.raises(
-        PlanError, match="stage 'a': its blocks are compiled, and schedule 'zero_bubble' makes"
+    for options, why in (
+        ({"ranks": (0,), "schedule": "zero_bubble"}, "schedule 'zero_bubble' makes"),
+        ({"ranks": (0, 1), "tensor": 2}, "2 tensor ranks share it out; plan"),
     ):
-        from gpp_plugin.model.backend_planning import _check_stage
-
-        _check_stage(Stage(**stage, ranks=(0,), schedule="zero_bubble"))
-    with pytest.raises(
-        PlanError, match="stage 'a': its blocks are compiled, and 2 tensor ranks share it out; plan"
-    ):
-        _check_stage(Stage(**stage, ranks=(0, 1), tensor=2))
+        with pytest.raises(PlanError, match=f"stage 'a': its blocks are compiled, and {why}"):
+            _check_stage(Stage(**stage, **options))

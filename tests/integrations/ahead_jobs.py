@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from gpp_plugin.api import format_timeline
-from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.report.timeline_chart import summarize_timeline
 from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 
@@ -157,7 +157,7 @@ def disturb(
             first = 4 if engine._rank_runner.has_prefetched else 0
             assert run == [set(range(first, first + 4)), {0, 1, 2, 3}], run
             assert "vision" in format_timeline(timeline, engine.plan)
-            assert summarize_timeline(timeline, engine.plan).iteration_us > 0.0
+            assert summarize_timeline(timeline).iteration_us > 0.0
         return []
     if what == "evaluate":
         return [float(engine.eval_batch(iter([make_batch(B, 40)])))]

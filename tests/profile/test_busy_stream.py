@@ -6,6 +6,7 @@ done, and marks are kernels of no length. So every number here is known exactly.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -49,6 +50,9 @@ class Model:
     def mark(self) -> None:
         self.stamps.append(Stamp(host_us=self.host_us, device_us=self.device_us))
 
+    def laps(self) -> list[Lap]:
+        return laps_between(self.stamps)
+
 
 def run(kernels: list[list[float]], hold_us: float, *, depth: int = 10**6, slow: float = 1.0) -> list[Stamp]:
     """Return the marks around each lap of kernels, behind a hold."""
@@ -67,13 +71,10 @@ SMALL = [[1.0] * 10, [2.0] * 5]
 LARGE = [[100.0] * 10, [200.0] * 5]
 
 
-def test_without_a_hold_small_kernels_are_timed_as_their_launches() -> None:
-    laps = laps_between(run(SMALL, 0.0))
+def test_small_kernels_take_what_the_device_takes_behind_a_hold_alone() -> None:
+    laps = laps_between(run(SMALL, 0.0))  # their launches
     assert [lap.is_busy for lap in laps] == [False, False]
     assert laps[0].us >= 80.0 and laps[1].us >= 40.0
-
-
-def test_behind_a_hold_they_take_what_the_device_takes() -> None:
     assert laps_between(run(SMALL, 200.0)) == [Lap(us=10.0, is_busy=True)] * 2
     # held for the first lap only: the second one has launches in it, and says so
     laps = laps_between(run(SMALL, 85.0))
@@ -121,19 +122,6 @@ def test_what_counts_is_what_was_busy() -> None:
     assert typical_laps(runs) == laps("6*", "4*", "8.5")
 
 
-@dataclass
-class _Watch:
-    """In place of a stopwatch: every call of an operator is a kernel of the length it says."""
-
-    model: Model
-
-    def mark(self) -> None:
-        self.model.mark()
-
-    def laps(self) -> list[Lap]:
-        return laps_between(self.model.stamps)
-
-
 class _Kernel(torch.autograd.Function):
     """An operator whose forward and backward are kernels of a model's device."""
 
@@ -152,23 +140,30 @@ class _Kernel(torch.autograd.Function):
 _CURRENT: list[Model] = []
 
 
-def piece(forward_us: float, backward_us: float, *, is_trained: bool = True) -> Operands:
+def piece_of(
+    call: Callable[[Tensor], tuple[Tensor, ...]], x: Tensor | None = None, *, is_trained: bool = True
+) -> Operands:
+    """Return code of one operand and no weights, ready to be timed."""
     return Operands(
-        call=lambda x: (_Kernel.apply(x, forward_us, backward_us),),
+        call=call,
         parameters=(),
         inputs=(),
-        received=(torch.ones(3),),
+        received=(torch.ones(3) if x is None else x,),
         takes_gradient=(is_trained,),
         is_training=True,
     )
 
 
+def piece(forward_us: float, backward_us: float, **options: bool) -> Operands:
+    return piece_of(lambda x: (_Kernel.apply(x, forward_us, backward_us),), **options)
+
+
 def test_a_chain_runs_forwards_and_then_backwards_the_other_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    def watch(device: torch.device, head_start: HeadStart) -> _Watch:
-        _CURRENT.append(Model())
+    def watch(device: torch.device, head_start: HeadStart) -> Model:
+        _CURRENT.append(Model())  # every call of an operator is a kernel of the length it says
         _CURRENT[-1].launch(1000.0)
         _CURRENT[-1].mark()
-        return _Watch(_CURRENT[-1])
+        return _CURRENT[-1]
 
     monkeypatch.setattr(timing, "Stopwatch", watch)
     pieces = [piece(3.0, 7.0), piece(1.0, 5.0, is_trained=False), piece(2.0, 4.0)]
@@ -222,9 +217,7 @@ def test_a_gpu_is_timed_without_its_launches() -> None:
             tensor = tensor + 1
         return (tensor,)
 
-    operands = Operands(
-        call=small, parameters=(), inputs=(), received=(x,), takes_gradient=(False,), is_training=True
-    )
+    operands = piece_of(small, x, is_trained=False)
     (found,) = time_chain([operands], device=device, repeats=7)
     watch = timing.Stopwatch(device)
     operands.forward()

@@ -5,7 +5,10 @@ import sys
 import types
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from gpp_plugin.errors import CommTimeout
 from gpp_plugin.profile.device_links import (
     HostTopology,
     Level,
@@ -47,9 +50,8 @@ def job(*hosts: list[int]) -> JobPlacement:
 
 
 def topology(*pairs: str, source: str = "NVML") -> HostTopology:
-    return HostTopology(
-        nvlinks=frozenset(frozenset(f"G{rank}" for rank in pair) for pair in pairs), source=source
-    )
+    nvlinks = frozenset(frozenset(f"G{rank}" for rank in pair) for pair in pairs)
+    return HostTopology(nvlinks=nvlinks, source=source)
 
 
 def test_what_nvidia_smi_prints():
@@ -90,11 +92,7 @@ def test_who_is_asked(monkeypatch):
         (job([0, 1, 2, 3]), [topology("01", "02", "03", "12", "13", "23")], [("NVLink", 4)]),
         (job([0, 1, 2, 3]), [topology("01", "23")], [("NVLink", 2), ("PCIe", 4)]),
         (job([0, 1, 2, 3]), [topology()], [("PCIe", 4)]),
-        (
-            job([0, 1], [2, 3]),
-            [topology("01"), topology("23")],
-            [("NVLink", 2), ("network", 4)],
-        ),
+        (job([0, 1], [2, 3]), [topology("01"), topology("23")], [("NVLink", 2), ("network", 4)]),
         (job([0, 1], [2, 3]), [topology(), topology()], [("PCIe", 2), ("network", 4)]),
         (job([0], [1], [2]), [topology()] * 3, [("network", 3)]),
         (job([0]), [topology()], [("PCIe", 1)]),
@@ -128,9 +126,10 @@ def test_a_level_is_measured_between_the_groups_of_the_one_inside_it():
 
     def measure(pairs):
         asked.append(pairs)
-        speed = 100e9 / 10 ** len(asked)
+        speed = {"bytes_per_s": 100e9 / 10 ** len(asked), "latency_us": 1.0}
         return [
-            PairSpeed(first=a, second=b, bytes_per_s=speed * (1 + a), latency_us=1.0 + a) for a, b in pairs
+            PairSpeed(first=a, second=b, **{name: each * (1 + a) for name, each in speed.items()})
+            for a, b in pairs
         ]
 
     links = measure_levels(levels, measure, placement)
@@ -149,39 +148,22 @@ def test_all_pairs_meet_once():
         assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in rounds)
 
 
-def _measure() -> list[PairSpeed]:
-    import torch
-    import torch.distributed as dist
+def _measure() -> tuple[list[PairSpeed], str]:
+    """Measure a pair and none, and then one whose first rank does not come."""
+    group, everyone = dist.new_group(backend="gloo"), dist.new_group(backend="gloo")
+    options = {"messages": group, "group": everyone, "device": torch.device("cpu")}
+    found = [
+        *measure_pairs([(0, 1)], timeout_s=30.0, **options),
+        *measure_pairs([], timeout_s=30.0, **options),
+    ]
+    with pytest.raises(CommTimeout) as said:
+        measure_pairs([(0, 1)] if dist.get_rank() else [], timeout_s=0.5, **options)
+    return found, str(said.value)
 
-    group = dist.new_group(backend="gloo")
-    options = {"messages": group, "group": group, "device": torch.device("cpu"), "timeout_s": 30.0}
-    return [*measure_pairs([(0, 1)], **options), *measure_pairs([], **options)]
 
-
-def test_two_ranks_measure_their_link():
+def test_two_ranks_measure_their_link_and_one_that_does_not_answer_is_named():
     first, second = run_kept_ranks(_measure, 2)
-    assert first == second and len(first) == 1
-    assert (first[0].first, first[0].second) == (0, 1)
-    assert 1e6 < first[0].bytes_per_s < 1e12 and 1.0 < first[0].latency_us < 1e5
-
-
-def _leave_rank_one_waiting() -> str:
-    import torch
-    import torch.distributed as dist
-
-    from gpp_plugin.errors import CommTimeout
-
-    group = dist.new_group(backend="gloo")
-    everyone = dist.new_group(backend="gloo")
-    pairs = [(0, 1)] if dist.get_rank() else []
-    try:
-        measure_pairs(pairs, messages=group, group=everyone, device=torch.device("cpu"), timeout_s=0.5)
-    except CommTimeout as error:
-        return str(error)
-    return ""
-
-
-def test_a_pair_that_does_not_answer_is_named():
-    said = run_kept_ranks(_leave_rank_one_waiting, 2)
-    assert said[0] == said[1]
-    assert said[0].startswith("rank 1 waited 0.5 s for rank 0, with which it measures their link over gloo")
+    ((found,), said) = first
+    assert first == second and (found.first, found.second) == (0, 1)
+    assert 1e6 < found.bytes_per_s < 1e12 and 1.0 < found.latency_us < 1e5
+    assert said.startswith("rank 1 waited 0.5 s for rank 0, with which it measures their link over gloo")

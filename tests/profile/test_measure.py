@@ -25,12 +25,12 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.plan.memory.operator_chain import GraphTensors
 from gpp_plugin.profile import block_survey, timing
-from gpp_plugin.profile.block_survey import signature_of
-from gpp_plugin.profile.held_bytes import LiveBytes, SavedStorages
+from gpp_plugin.profile.block_survey import BlockSigner
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.profile.timing import HeadStart, Lap
+from gpp_plugin.profile.timing import HeadStart, Lap, LiveBytes, SavedStorages
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.models import MODELS, build, captured_once
+from tests.profile.test_busy_stream import piece_of
 
 SAMPLES = 4
 
@@ -49,10 +49,6 @@ def saved_by(model: nn.Module, batch: dict[str, Any], run: Callable[[], object])
     sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
     del output
     return sum(size for pointer, size in sizes.items() if pointer not in own)
-
-
-def eager_saved_bytes(model: nn.Module, batch: dict[str, Any]) -> int:
-    return saved_by(model, batch, lambda: model(**batch))
 
 
 def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: CapturedGraph) -> int:
@@ -83,9 +79,15 @@ def measured(
     **options: Any,
 ) -> Profile:
     captured = captured or capture_model(model, batch)
-    options = {"use_cache": False, "repeats": 1, "threads": 1, **options}
-    graph = coarsen(captured, granularity=granularity)
-    return profile_blocks(captured, graph, model_state=state_of(model), batch=batch, **options)
+    options = {"use_cache": False, "repeats": 1, "threads": 1, "model_state": state_of(model), **options}
+    return profile_blocks(captured, coarsen(captured, granularity=granularity), batch=batch, **options)
+
+
+def held_more(costs: CostModel, own: set[str]) -> float:
+    """Return the bytes that a stage of some blocks holds more with a micro-batch in flight than with none."""
+    blocks = costs.indices(own)
+    empty, held = (costs.stage_memory(blocks, degree=1, local=SAMPLES, in_flight=n) for n in (0, 1))
+    return held - empty
 
 
 def saved_bytes(profile: Profile) -> float:
@@ -99,7 +101,7 @@ def saved_bytes(profile: Profile) -> float:
 def test_saved_bytes_of_the_blocks_add_up_to_the_eager_models(name: str, granularity: str) -> None:
     """Tensors that several blocks keep, identical branches and operators that make views included."""
     model, batch, captured = prepared(name)
-    expected = eager_saved_bytes(model, batch)
+    expected = saved_by(model, batch, lambda: model(**batch))
     for share in (True, False):
         profile = measured(model, batch, captured, granularity=granularity, share_identical=share)
         assert saved_bytes(profile) == expected
@@ -147,12 +149,9 @@ def test_what_a_stage_keeps_is_known_wherever_it_is_cut(name: str, granularity: 
         tensors = [state[n] for n in code.tensors]
         made: list[Tensor] = []
         operands = (*tensors, *(batch[key] for key in code.batch_inputs), *received)
-        counted = saved_by(model, batch, functools.partial(_extend, made, code.call, operands))
+        counted = saved_by(model, batch, lambda run=code.call, of=operands, to=made: to.extend(run(*of)))
         values.update(zip(outputs, made, strict=True))
-        empty, held = (
-            costs.stage_memory(costs.indices(own), degree=1, local=SAMPLES, in_flight=n) for n in (0, 1)
-        )
-        assert held - empty == counted
+        assert held_more(costs, own) == counted
         is_shared |= profile.saved_with_others(own) != (0.0, 0.0)
     assert is_shared
 
@@ -177,23 +176,15 @@ def test_a_view_from_another_stage_is_kept_without_the_rest_of_its_storage(has_t
     graph = coarsen(captured)
     costs = CostModel(graph, measured(model, batch, captured), Cluster(name="none", devices=(), links=()))
     last = graph.blocks[-1].name
-    own = [b.name for b in graph.blocks] if has_towers else [last]
-    empty, held = (
-        costs.stage_memory(costs.indices(own), degree=1, local=SAMPLES, in_flight=n) for n in (0, 1)
-    )
+    own = {b.name for b in graph.blocks} if has_towers else {last}
+    held = held_more(costs, own)
     whole = saved_by(model, batch, lambda: model(**batch))
     towers = saved_by(model, batch, lambda: (model.left(batch["left"]), model.right(batch["right"])))
     assert len(graph.blocks) > 1
-    assert held - empty == (whole if has_towers else SAMPLES * 6 * 4 * 2)
+    assert held == (whole if has_towers else SAMPLES * 6 * 4 * 2)
     assert whole - towers > 4 * (SAMPLES * 6 * 4 * 2)
     chain = StageChain(GraphTensors(costs), sorted(costs.indices(own)), SAMPLES)
-    assert sum(chain.tensors.bytes) == held - empty  # what may be swapped is what is held
-
-
-def _extend(
-    made: list[Tensor], call: Callable[..., tuple[Tensor, ...]], operands: tuple[Tensor, ...]
-) -> None:
-    made.extend(call(*operands))
+    assert sum(chain.tensors.bytes) == held  # what may be swapped is what is held
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -243,14 +234,13 @@ def test_signatures_tell_shapes_literals_and_gradients_apart() -> None:
 
     captured = capture_model(Pairs(), {"x": torch.randn(2, 4)})
     nodes = [n.name for n in captured.op_graph.nodes if "linear" in n.target]
-    signatures = [signature_of(captured, [name], [name]) for name in nodes]
+    signer = BlockSigner(captured)
+    signatures = [signer.sign([name], [name]) for name in nodes]
     assert signatures[1] == signatures[2]
     assert len(set(signatures)) == 4  # the first one's input takes no gradient; no bias; frozen
     relus = [n.name for n in captured.op_graph.nodes if "leaky_relu" in n.target]
-    assert signature_of(captured, [relus[-1]], [relus[-1]]) != signature_of(
-        captured, [relus[-2]], [relus[-2]]
-    )
-    assert signature_of(captured, [relus[0]], [relus[0]]) == signature_of(captured, [relus[1]], [relus[1]])
+    first, second, *_, before, last = (signer.sign([name], [name]) for name in relus)
+    assert first == second == before != last
 
 
 class _Clock:
@@ -386,11 +376,8 @@ def test_a_stage_holds_a_tied_parameter_once() -> None:
     embedding = model.get_input_embeddings().weight
     num_bytes = embedding.numel() * embedding.element_size()
     assert set(tie.blocks) == set(graph.tied["transformer.wte.weight"])
-    assert (tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes) == (
-        num_bytes,
-        num_bytes,
-        2 * num_bytes,
-    )
+    found = (tie.parameter_bytes, tie.gradient_bytes, tie.optimizer_bytes)
+    assert found == (num_bytes, num_bytes, 2 * num_bytes)
     assert profile.counted_again(tie.blocks[:1]) == (0, 0, 0)
     costs = CostModel(graph, profile, Cluster(name="none", devices=(), links=()))
     everything = range(len(graph.blocks))
@@ -413,33 +400,16 @@ def test_evaluation_graphs_have_no_backward() -> None:
     model, make_batch = build("gpt2")
     batch = make_batch(SAMPLES, 0)
     captured = capture_model(model, batch, training=False)
-    profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, repeats=1
-    )
+    profile = measured(model, batch, captured)
     assert all(c.backward_us == (0.0,) and c.saved_bytes_per_sample == 0 for c in profile.costs)
-
-
-def test_nodes_are_measured_each() -> None:
-    model, batch, captured = prepared("two_branch")
-    graph = coarsen(captured, granularity="node")
-    profile = profile_blocks(
-        captured, graph, model_state=state_of(model), batch=batch, use_cache=False, repeats=1
-    )
-    assert [c.block for c in profile.costs] == [b.name for b in graph.blocks]
-    nodes = {name for block in graph.blocks for name in block.nodes}
-    assert nodes == {n.name for n in captured.op_graph.nodes if not n.is_replicable}
 
 
 def test_random_state_and_threads_are_left_as_they_were() -> None:
     model, make_batch = build("two_branch", dropout=0.1)
     batch = make_batch(SAMPLES, 0)
-    captured = capture_model(model, batch)
     threads = torch.get_num_threads()
     before = torch.get_rng_state()
-    profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False, repeats=1,
-        threads=threads + 1,
-    )  # fmt: skip
+    profile = measured(model, batch, threads=threads + 1)
     assert profile.device == f"cpu ({threads + 1} threads)"
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.get_num_threads() == threads
@@ -447,23 +417,15 @@ def test_random_state_and_threads_are_left_as_they_were() -> None:
 
 def test_errors_name_the_block_and_the_fix() -> None:
     model, batch, captured = prepared("two_branch")
-    graph = coarsen(captured)
-    state = state_of(model)
+    short = {name: tensor for name, tensor in state_of(model).items() if name != "head.weight"}
     with pytest.raises(ValueError, match=r"sample_counts \[1, 4\] need capture_at"):
-        profile_blocks(captured, graph, model_state=state, batch=batch, sample_counts=(1, 4))
+        measured(model, batch, captured, sample_counts=(1, 4))
     with pytest.raises(ProfileError, match=r"capture_at\(2\) returned a graph of 4 samples"):
-        profile_blocks(
-            captured, graph, model_state=state, batch=batch, sample_counts=(2, 4),
-            capture_at=lambda n: captured, use_cache=False,
-        )  # fmt: skip
+        measured(model, batch, captured, sample_counts=(2, 4), capture_at=lambda n: captured)
     with pytest.raises(ProfileError, match=r"model_state has no 'head.weight'; pass all"):
-        profile_blocks(
-            captured, graph, model_state={n: t for n, t in state.items() if n != "head.weight"}, batch=batch,
-            use_cache=False,
-        )  # fmt: skip
-    bad = {**batch, "labels": batch["labels"] + 100}
+        measured(model, batch, captured, model_state=short)
     with pytest.raises(ProfileError, match=r"cannot be run at 4 samples on cpu: IndexError"):
-        profile_blocks(captured, graph, model_state=state, batch=bad, use_cache=False)
+        measured(model, {**batch, "labels": batch["labels"] + 100}, captured)
 
 
 class _HalfBranch(nn.Module):
@@ -483,12 +445,11 @@ def test_a_block_in_another_type_says_so_and_the_advice_works() -> None:
     for is_named in (True, False):
         model = _HalfBranch(is_named=is_named)
         captured = capture_model(model, batch, dtype=torch.float32)
-        given: dict[str, Any] = {"model_state": state_of(model), "batch": batch, "use_cache": False}
         if not is_named:
-            assert profile_blocks(captured, coarsen(captured), **given).costs
+            assert measured(model, batch, captured).costs
             continue
         with pytest.raises(ProfileError) as told:
-            profile_blocks(captured, coarsen(captured), **given)
+            measured(model, batch, captured)
         assert "branch.weight is bfloat16 in the model and float32 in this job" in str(told.value)
         assert "x.to(weight.dtype)" in str(told.value) and "memory" not in str(told.value)
 
@@ -504,15 +465,7 @@ def test_slow_code_is_not_repeated_for_long(monkeypatch: pytest.MonkeyPatch) -> 
             pass
         return (x * 2,)
 
-    operands = timing.Operands(
-        call=slow,
-        parameters=(),
-        inputs=(),
-        received=(torch.ones(2),),
-        takes_gradient=(True,),
-        is_training=True,
-    )
-    result = timing.measure(operands, device=torch.device("cpu"), repeats=50, with_peak=False)
+    result = timing.measure(piece_of(slow), device=torch.device("cpu"), repeats=50, with_peak=False)
     assert result.forward_us >= 40_000
     assert len(calls) <= 4
 
@@ -523,10 +476,7 @@ def test_on_cuda() -> None:
     model, make_batch = build("clip")
     batch = make_batch(SAMPLES, 0)
     device = torch.device("cuda", 0)
-    captured = capture_model(model, batch, device=device)
-    profile = profile_blocks(
-        captured, coarsen(captured), model_state=state_of(model), batch=batch, use_cache=False
-    )
+    profile = measured(model, batch, capture_model(model, batch, device=device))
     assert profile.device == torch.cuda.get_device_name(device)
     assert all(c.forward_us[0] > 0 for c in profile.costs)
     assert saved_bytes(profile) > 0

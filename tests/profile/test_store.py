@@ -38,11 +38,11 @@ def test_a_damaged_file_is_measured_anew_with_a_warning(
     damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     store = CostStore(tmp_path)
-    store.put(KEY, profile_of(1.0))
+    store.find_or_measure(KEY, lambda: profile_of(1.0))
     store.path(KEY).write_text(damage)
     assert store.find_or_measure(KEY, lambda: profile_of(2.0)) == profile_of(2.0)
     assert "measuring again" in caplog.text and store.path(KEY).name in caplog.text
-    assert store.find(KEY) == profile_of(2.0)
+    assert store.find_or_measure(KEY, lambda: profile_of(3.0)) == profile_of(2.0)
 
 
 def test_a_directory_that_cannot_be_written_costs_only_the_cache(

@@ -40,16 +40,19 @@ def plan():
     )
 
 
+def event_of(kind, start, end, *, rank=0, stage=0, **what):
+    """Return an event of stage 0 on rank 0, unless said otherwise; in microseconds."""
+    return Event(rank=rank, stage=stage, kind=kind, start_us=start, end_us=end, **what)
+
+
 @pytest.fixture
 def timeline():
     """Two micro-batches on the branches, one on the loss; in microseconds."""
 
-    def compute(rank, stage, kind, micro_batch, start, end):
-        return Event(
-            rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, start_us=start, end_us=end
-        )  # fmt: skip
+    def compute(rank, stage, kind, micro_batch, start, end, **message):
+        return event_of(kind, start, end, rank=rank, stage=stage, micro_batch=micro_batch, **message)
 
-    forward, backward = EventKind.FORWARD, EventKind.BACKWARD
+    forward, backward, send = EventKind.FORWARD, EventKind.BACKWARD, EventKind.SEND
     return Timeline(
         source="measured",
         plan="fedcba9876543210",
@@ -60,26 +63,8 @@ def timeline():
             compute(1, 0, forward, 1, 100, 200),
             compute(2, 1, forward, 0, 50, 100),
             compute(2, 1, forward, 1, 100, 150),
-            Event(
-                rank=2,
-                stage=1,
-                kind=EventKind.SEND,
-                micro_batch=0,
-                start_us=100,
-                end_us=130,
-                edge=1,
-                bytes=64,
-            ),
-            Event(
-                rank=2,
-                stage=1,
-                kind=EventKind.SEND,
-                micro_batch=1,
-                start_us=110,
-                end_us=140,
-                edge=1,
-                bytes=64,
-            ),
+            compute(2, 1, send, 0, 100, 130, edge=1, bytes=64),
+            compute(2, 1, send, 1, 110, 140, edge=1, bytes=64),
             compute(3, 2, forward, 0, 200, 250),
             compute(3, 2, backward, 0, 250, 300),
             compute(2, 1, backward, 0, 300, 350),
@@ -88,10 +73,9 @@ def timeline():
             compute(0, 0, backward, 1, 400, 500),
             compute(1, 0, backward, 0, 300, 400),
             compute(1, 0, backward, 1, 400, 500),
-            Event(rank=0, stage=0, kind=EventKind.REDUCE, start_us=500, end_us=550, bytes=32),
-            Event(rank=1, stage=0, kind=EventKind.REDUCE, start_us=500, end_us=550, bytes=32),
+            *(event_of(EventKind.REDUCE, 500, 550, rank=rank, bytes=32) for rank in (0, 1)),
             *(
-                Event(rank=rank, stage=stage, kind=EventKind.STEP, start_us=550, end_us=600)
+                event_of(EventKind.STEP, 550, 600, rank=rank, stage=stage)
                 for rank, stage in enumerate((0, 0, 1, 2))
             ),
         ),

@@ -13,7 +13,6 @@ import pytest
 
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.report.figure import (
     CHAR_WIDTH,
     Figure,
@@ -25,8 +24,9 @@ from gpp_plugin.report.figure import (
     stack_figures,
 )
 from gpp_plugin.report.html_page import ReportedPlan, report_page
-from gpp_plugin.report.timeline_chart import chart_timeline, draw_memory, draw_timeline
+from gpp_plugin.report.timeline_chart import WIDTH, chart_timeline, draw_memory, draw_timeline
 from gpp_plugin.simulate.predict import simulate_plan
+from tests.schedule.plans import chain_plan, simple_plan
 from tests.waits import run_program
 
 BAD_NAME = "<script>alert(1)</script><!--</title>&\"'\x07"
@@ -80,37 +80,6 @@ def with_memory(plan, limit=4000):
     )
 
 
-def chain(num_ranks, micro_batches, name="stage"):
-    """Return 1F1B on ``num_ranks`` stages of a rank each."""
-    stages = tuple(
-        Stage(
-            name=f"{name}.{index}",
-            blocks=(f"b{index}",),
-            ranks=(index,),
-            micro_batch_size=2,
-            in_flight=min(num_ranks - index, micro_batches),
-            forward_us=1000.0,
-            backward_us=2000.0,
-        )
-        for index in range(num_ranks)
-    )
-    edges = tuple(
-        StageEdge(
-            src=i,
-            dst=i + 1,
-            batch_tensors=(f"t{i}",),
-            gradient_tensors=(f"t{i}",),
-            bytes_per_sample=64.0,
-            gradient_bytes_per_sample=64.0,
-        )
-        for i in range(num_ranks - 1)
-    )
-    return PipelinePlan(
-        model="chain", graph="0" * 16, planner="given", mini_batch=2 * micro_batches, loss_unit=2,
-        stages=stages, edges=edges,
-    )  # fmt: skip
-
-
 def reported(plan, *sources):
     timeline = simulate_plan(plan)
     named = [dataclasses.replace(timeline, source=source) for source in sources or ("predicted",)]
@@ -121,7 +90,7 @@ def test_the_page_holds_stages_timelines_memory_and_decisions(plan):
     plan = with_memory(plan)
     notes = (
         "the loss mixes",
-        "rejected: stages of planner piper: 12.0 ms a step",
+        "rejected: stages of planner piper: 12.0 ms",
         "not searched, for want of time: x",
     )
     plan = dataclasses.replace(plan, notes=notes)
@@ -157,14 +126,7 @@ def test_names_stay_text(plan):
 
 @pytest.mark.parametrize("branches", [4, 9])
 def test_heads_of_arrows_into_one_box_stand_apart(branches):
-    stages = tuple(
-        Stage(name=f"branch{i}", blocks=(f"b{i}",), ranks=(i,), micro_batch_size=2, in_flight=1)
-        for i in range(branches + 1)
-    )
-    edges = tuple(StageEdge(src=i, dst=branches, batch_tensors=(f"t{i}",)) for i in range(branches))
-    joined = PipelinePlan(
-        model="join", graph="0" * 16, planner="given", mini_batch=2, loss_unit=2, stages=stages, edges=edges
-    )
+    joined = simple_plan([2] * (branches + 1), [(i, branches) for i in range(branches)], mini_batch=2)
     shapes = draw_stage_graph(joined).shapes
     heads = sorted(shape.points[-1][0] for shape in shapes if isinstance(shape, Polyline))
     assert len(heads) == branches
@@ -173,10 +135,10 @@ def test_heads_of_arrows_into_one_box_stand_apart(branches):
 
 def test_bars_do_not_leave_the_picture(plan, timeline):
     chart = chart_timeline(timeline, plan, title="measured")
-    figure = draw_timeline(chart, plan, width=900)
+    figure = draw_timeline(chart, plan)
     boxes = [shape for shape in figure.shapes if isinstance(shape, Rectangle)]
     assert all(
-        0 <= box.x and box.x + box.width <= 900 and box.y + box.height <= figure.height for box in boxes
+        0 <= box.x and box.x + box.width <= WIDTH and box.y + box.height <= figure.height for box in boxes
     )
     tips = [box.tip for box in boxes if box.tip]
     assert len(tips) == len(timeline.events)
@@ -188,7 +150,7 @@ def test_bars_do_not_leave_the_picture(plan, timeline):
 @pytest.mark.parametrize("num_ranks", [4, 64])
 def test_pictures_are_svg_and_png(num_ranks):
     pytest.importorskip("PIL", reason="Pillow is not installed")
-    plan = with_memory(chain(num_ranks, 8))
+    plan = with_memory(chain_plan(num_ranks, 8, num_bytes=64.0))
     chart = chart_timeline(simulate_plan(plan), plan, title="predicted")
     figure = stack_figures([draw_stage_graph(plan), draw_timeline(chart, plan), draw_memory(chart)])
     root = ElementTree.fromstring(figure_svg(figure))

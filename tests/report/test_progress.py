@@ -40,15 +40,9 @@ def on_a_terminal(code, **variables):
     """Return standard output of a process, and what it wrote to a terminal as standard error."""
     ours, theirs = pty.openpty()
     environment = {key: value for key, value in os.environ.items() if key not in progress.RANK_VARIABLES}
-    done = run_program(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        env={**environment, "TERM": "xterm", **variables},
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": theirs, "text": True}
+    environment |= {"TERM": "xterm", **variables}
+    done = run_program([sys.executable, "-c", code], env=environment, timeout=60, check=True, **streams)
     os.write(theirs, b"END")
     os.close(theirs)
     seen = b""

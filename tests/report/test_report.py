@@ -1,17 +1,30 @@
-"""Plans and timelines as text, figures and traces."""
+"""Plans, timelines, times of a step and memory reports as text, figures and traces."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
 
-from gpp_plugin.ir.timeline import Event, EventKind, Timeline
+from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
+from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.report.chrome_trace import chrome_trace
-from gpp_plugin.report.plan_text import format_plan, format_saved_in_flight
-from gpp_plugin.report.summary import forward_overlaps_us, summarize_timeline
-from gpp_plugin.report.timeline_chart import format_timeline
+from gpp_plugin.report.plan_text import format_memory_report, format_plan, format_saved_in_flight
+from gpp_plugin.report.timeline_chart import (
+    PHASES,
+    PhaseTimes,
+    format_messages,
+    format_phases,
+    format_timeline,
+    forward_overlap_us,
+    forward_overlaps_us,
+    mean_phases,
+    summarize_timeline,
+)
 from gpp_plugin.report.units import format_bytes, format_ms, format_table
 from gpp_plugin.simulate.predict import simulate_plan
+from tests.report.conftest import event_of
 
 PLAN = """\
 CLIPModel: 3 stages in depth 2 on 4 ranks (planner graphpipe), 9.00 ms a step predicted
@@ -95,25 +108,22 @@ def test_gantt(plan, timeline):
 
 
 def test_a_column_shows_what_takes_most_of_it(plan):
-    def forward(micro_batch, start, end):
-        return Event(
-            rank=0, stage=0, kind=EventKind.FORWARD, micro_batch=micro_batch, start_us=start, end_us=end
-        )
-
-    events = (forward(0, 0, 70), forward(1, 70, 100), forward(2, 100, 130), forward(3, 130, 200))
+    events = tuple(
+        event_of(EventKind.FORWARD, start, end, micro_batch=micro_batch)
+        for micro_batch, (start, end) in enumerate(itertools.pairwise((0, 70, 100, 130, 200)))
+    )
     row = format_timeline(Timeline(source="predicted", plan="", events=events), plan, width=2).splitlines()[1]
     assert row == "rank 0 vision_model  03  100 %"
 
 
-def test_summary(plan, timeline):
-    summary = summarize_timeline(timeline, plan, overlapping=("vision_model", "text_model"))
+def test_summary(timeline):
+    summary = summarize_timeline(timeline)
     assert summary.iteration_us == 600
     assert summary.busy_us == {0: 400, 1: 400, 2: 200, 3: 100}
     assert summary.bubble_ratio == pytest.approx(1 - 1100 / (4 * 500))
     assert summary.communication_us == {0: 50, 1: 50, 2: 60}
     assert summary.bytes_sent == 128
-    assert summary.overlap_us == 100  # text runs from 50 to 150, vision from 0 to 200
-    assert summary.same_micro_batch_overlap_us == 100
+    assert forward_overlap_us(timeline, [0, 1]) == 100  # text runs from 50 to 150, vision from 0 to 200
     assert forward_overlaps_us(timeline, [0, 1]) == {0: 50, 1: 50}
     assert forward_overlaps_us(timeline, [0, 2]) == {0: 0, 1: 0}
 
@@ -124,12 +134,8 @@ def test_trace(plan, timeline):
     complete = [event for event in events if event["ph"] == "X"]
     assert len(complete) == len(timeline.events)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
-    assert names == {
-        0: "rank 0: stage 0 vision_model",
-        1: "rank 1: stage 0 vision_model",
-        2: "rank 2: stage 1 text_model",
-        3: "rank 3: stage 2 loss",
-    }
+    stages = ("0 vision_model", "0 vision_model", "1 text_model", "2 loss")
+    assert names == {rank: f"rank {rank}: stage {stage}" for rank, stage in enumerate(stages)}
     assert next(event for event in complete if event["name"] == "2B0") == {
         "ph": "X", "name": "2B0", "cat": "backward", "pid": 3, "tid": 0, "ts": 250, "dur": 50,
         "args": {"stage": "loss", "kind": "backward", "bytes": 0, "micro_batch": 0},
@@ -153,10 +159,8 @@ def test_arrows_of_a_trace_lead_from_each_send_to_its_receive(plan):
     """Two micro-batches of the text branch make one of the loss; the second is sent while the first is waited for."""
 
     def message(kind, rank, peer, micro_batch, start, end):
-        stage = plan.stage_of_rank(rank)
-        return Event(
-            rank=rank, stage=stage, kind=kind, micro_batch=micro_batch, edge=1, peer=peer, start_us=start, end_us=end
-        )  # fmt: skip
+        where = {"rank": rank, "stage": plan.stage_of_rank(rank), "edge": 1, "peer": peer}
+        return event_of(kind, start, end, micro_batch=micro_batch, **where)
 
     send, receive = EventKind.SEND, EventKind.RECEIVE
     events = (
@@ -185,29 +189,19 @@ def test_units():
     assert [format_bytes(n) for n in (0, 1023, 1024, 99.9 * 1024, 1010 * 1024, 2**50)] == [
         "0 B", "1023 B", "1.00 KiB", "99.9 KiB", "0.99 MiB", "1048576 GiB"
     ]  # fmt: skip
-    assert [format_ms(t) for t in (0, 999, 1000, 99_900, 100_000)] == [
-        "0.000",
-        "0.999",
-        "1.00",
-        "99.9",
-        "100",
-    ]
+    shown = [format_ms(t) for t in (0, 999, 1000, 99_900, 100_000)]
+    assert shown == ["0.000", "0.999", "1.00", "99.9", "100"]
     assert format_table(["a", "b"], [["x", "10"]], left=2) == "a  b\nx  10"
 
 
 def test_halves_and_split_backwards(plan):
-    def event(kind, micro_batch, start, end, half=None):
-        return Event(
-            rank=0, stage=0, kind=kind, micro_batch=micro_batch, start_us=start, end_us=end, half=half
-        )
-
     events = (
-        event(EventKind.FORWARD, 0, 0, 10, half=0),
-        event(EventKind.FORWARD, 0, 10, 20, half=1),
-        event(EventKind.FORWARD, 1, 20, 40),
-        event(EventKind.INPUT_GRADIENT, 1, 40, 50),
-        event(EventKind.WEIGHT_GRADIENT, 1, 60, 70),
-        event(EventKind.BACKWARD, 0, 70, 80),
+        event_of(EventKind.FORWARD, 0, 10, micro_batch=0, half=0),
+        event_of(EventKind.FORWARD, 10, 20, micro_batch=0, half=1),
+        event_of(EventKind.FORWARD, 20, 40, micro_batch=1),
+        event_of(EventKind.INPUT_GRADIENT, 40, 50, micro_batch=1),
+        event_of(EventKind.WEIGHT_GRADIENT, 60, 70, micro_batch=1),
+        event_of(EventKind.BACKWARD, 70, 80, micro_batch=0),
     )
     timeline = Timeline(source="predicted", plan="", events=events)
     assert timeline.bubble_ratio() == pytest.approx(1 / 8)
@@ -219,41 +213,77 @@ def test_halves_and_split_backwards(plan):
     assert [e["cat"] for e in shown[3:5]] == ["input_gradient", "weight_gradient"]
     assert [e["args"].get("half") for e in shown[:3]] == [0, 1, None]
     assert {e["tid"] for e in shown} == {0}
-    assert summarize_timeline(timeline, plan).busy_us == {0: 70}
+    assert summarize_timeline(timeline).busy_us == {0: 70}
 
 
-@pytest.fixture
-def shared(plan):
-    """The plan with its text tower on the vision tower's ranks and the loss on one of them."""
+def test_stages_that_share_ranks_in_a_plan_and_a_timeline(plan):
+    """The text tower is on the vision tower's ranks and the loss on one of them."""
     vision, text, loss = plan.stages
-    stages = (
-        vision,
+    text, loss = (
         dataclasses.replace(text, ranks=(1,)),
         dataclasses.replace(loss, ranks=(1,), memory_bytes=2**19),
     )
-    return dataclasses.replace(plan, stages=stages)
-
-
-def test_a_plan_whose_stages_share_ranks(shared):
+    shared = dataclasses.replace(plan, stages=(vision, text, loss))
     lines = format_plan(shared).splitlines()
     assert "on 2 ranks" in lines[0]
     assert "rank 1 takes turns at 0 vision_model, 1 text_model, 2 loss, 4.50 MiB together" in lines
     # rank 1 computes 6 ms + 3 ms + 0.75 ms
     assert [line.split()[-5:-4] for line in lines if "0-1 " in line and "2 x 4" in line] == [["62"]]
-
-
-def test_a_timeline_of_a_rank_of_several_stages(shared):
     timeline = simulate_plan(shared)
     rows = format_timeline(timeline, shared, width=20).splitlines()[1:5]
-    assert [row.split()[1:3] for row in rows] == [
-        ["0", "vision_model"],
-        ["1", "vision_model"],
-        ["1", "text_model"],
-        ["1", "loss"],
-    ]
-    names = [
-        event["args"]["name"]
-        for event in chrome_trace(timeline, shared)["traceEvents"]
-        if event["name"] == "process_name"
-    ]
+    shown = [" ".join(row.split()[1:3]) for row in rows]
+    assert shown == ["0 vision_model", "1 vision_model", "1 text_model", "1 loss"]
+    events = chrome_trace(timeline, shared)["traceEvents"]
+    names = [event["args"]["name"] for event in events if event["name"] == "process_name"]
     assert names == ["rank 0: stage 0 vision_model", "rank 1: stages 0 vision_model, 1 text_model, 2 loss"]
+
+
+def by_rank(timeline, total_us, steps):
+    found = {}
+    for rank in sorted({event.rank for event in timeline.events}):
+        found[rank] = PhaseTimes()
+        for _ in range(steps):
+            found[rank].add([event for event in timeline.events if event.rank == rank], total_us)
+    return found
+
+
+def test_phases_add_up_to_the_step(timeline):
+    ranks = by_rank(timeline, 700.0, steps=3)
+    assert ranks[0].a_step() == {
+        "forward": 200, "backward": 200, "waiting": 0, "sending": 0, "gather": 0, "reduce": 50, "step": 50, "other": 200,
+    }  # fmt: skip
+    assert all(sum(times.a_step().values()) == pytest.approx(700) for times in ranks.values())
+    assert mean_phases(list(ranks.values()))["forward"] == (200 + 200 + 100 + 50) / 4
+
+
+def test_tables_of_phases_and_messages(plan, timeline):
+    ranks = by_rank(timeline, 700.0, steps=2)
+    lines = format_phases(ranks, plan).splitlines()
+    assert lines[0].split() == ["rank", "stage", *PHASES, "total", "ms"]
+    assert lines[3].split() == "2 text_model 0.100 0.100 0.000 0.060 0.000 0.000 0.050 0.390 0.700".split()
+    lines = format_messages(ranks, plan).splitlines()
+    assert [line.split("  ")[0] for line in lines[1:]] == ["gradients within stages", "text_model -> loss"]
+    assert lines[2].split()[-7:] == ["2", "128", "B", "64", "B", "0.060", "0.030"]
+
+
+def test_memory_predicted_and_measured_stand_side_by_side():
+    kib = 1024
+    part = MemoryBreakdown(
+        stage="text", weights=kib, stashed_weights=0, gradients=kib, optimizer=2 * kib, activations=4 * kib, working=0,
+        transient=kib, inputs=100, limit=16 * kib,
+    )  # fmt: skip
+    counts = MemoryCounts(held_bytes=2 * kib, swapped_bytes=512, recomputed_bytes=0, peak_held_bytes=4 * kib)
+    held = HeldBytes(weights=kib, gradients=kib, optimizer=2 * kib, buffers=100)
+    known = RankMemory(
+        rank=0, stage="text", predicted=part, held=held, counts=counts, measured_peak_bytes=8 * kib + 100
+    )
+    unknown = RankMemory(rank=1, stage="given", predicted=None, held=held, counts=None, measured_peak_bytes=0)
+    report = MemoryReport(
+        measure=COUNTED, ranks=(known, unknown), differences=("stage 'x' is off",), advice=("use less",)
+    )
+    assert known.predicted_peak_bytes == 9 * kib + 100 and unknown.predicted_peak_bytes == 0
+    lines = format_memory_report(report).splitlines()
+    assert [line.split("  ")[0] for line in lines[:3]] == ["rank", "0", "1"]
+    assert "4.00 KiB / 4.00 KiB" in lines[1] and "9.10 KiB / 8.10 KiB" in lines[1] and "512 B" in lines[1]
+    assert "16.0 KiB" in lines[1] and "/" not in lines[2].replace("0 B / 0 B", "")
+    assert COUNTED in lines[3] and lines[4:] == ["stage 'x' is off", "use less"]

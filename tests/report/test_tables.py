@@ -8,15 +8,9 @@ from gpp_plugin.report.rows_text import format_rows
 from gpp_plugin.report.units import format_table, screen_columns
 
 HEADER = ["stage", "ranks", "micro-batches", "fwd ms", "bwd ms", "memory"]
+LONG = "0 vision_model.embeddings+vision_model.encoder.layers.0-11"
 ROWS = [
-    [
-        "0 vision_model.embeddings+vision_model.encoder.layers.0-11",
-        "0-3",
-        "8 x 4",
-        "1.25",
-        "2.50",
-        "12.1 GiB",
-    ],
+    [LONG, "0-3", "8 x 4", "1.25", "2.50", "12.1 GiB"],
     ["1 loss", "4", "8 x 4", "0.01", "0.02", "1.00 GiB"],
 ]
 

@@ -18,6 +18,7 @@ PARTS = {
     "endurance": "tests.soak.endurance:main",
     "generation": "tests.soak.generation:main",
     "trainer": "tests.soak.trainer:main",
+    "kernels": "tests.soak.kernels:main",
     "fuzz": "tests.soak.fuzz:main",
 }
 """Name -> the function, of arguments, that returns 0 where all is well. The last one limits this process's memory."""

@@ -33,7 +33,7 @@ from gpp_plugin.plan.plan_form import check_events, read_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.rehearse.rehearsal import RehearsalSettings, check_memory, load_rehearsable
 from gpp_plugin.report.chrome_trace import chrome_trace
-from gpp_plugin.report.summary import summarize_timeline
+from gpp_plugin.report.timeline_chart import summarize_timeline
 from tests.soak.mutations import mutate
 
 MOST_SECONDS = 2.0
@@ -115,7 +115,7 @@ def _use_timeline(path: Path) -> None:
     timeline = load(Timeline, path)
     check_events(timeline, made)
     format_timeline(timeline, made)
-    summarize_timeline(timeline, made)
+    summarize_timeline(timeline)
     chrome_trace(timeline, made)
 
 

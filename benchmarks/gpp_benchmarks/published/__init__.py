@@ -5,10 +5,10 @@
     models        Llama 3 405B under torchtitan (interleaved over 1F1B), MT-NLG 530B on 2,240 to 3,360 GPUs
 
 Every row has the published number, ours and the error: of rates and shares the difference, of others the relative one.
-`known` is what the simulator had of it: all times of the run (given), this row (fitted), another row of the same
-machines (held out), or what decides the answer is not published and taken to be something (assumed: held to no limit).
-Where an order of ours is shorter than the published one, a column of its own has it. Below, how far held-out steps are
-off, beside the errors that others published of their simulators.
+`known` is what the simulator had of it: all times of the run (given), this row (fitted), or another row of the same
+machines (held out). A row is assumed where what decides the answer is not published; it is held to no limit. Where an
+order of ours is shorter than the published one, a column of its own has it. Below, how far held-out steps are off,
+beside the errors that others published of their simulators.
 """
 
 from __future__ import annotations

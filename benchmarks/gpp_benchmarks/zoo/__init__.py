@@ -1,13 +1,13 @@
 """What the plugin makes of more than a hundred families of models: captured, by what means, and exact in stages.
 
 Every family is a small configuration with random weights: vision-language, speech and audio, encoder-decoder, pairs,
-detection and segmentation, text and images. Each is captured on one loss unit, cut into two and into four stages by
-GraphPipe's planner, and the stages are run one behind the other in one process; loss and every gradient are held
-against the plain model's, to 1e-6 and, by the norm of each tensor, 2e-6, at the captured length and at another one.
-Stages that do not mix samples run a unit in two micro-batches as well. A model has a process of its own and a time
-limit, so that a crash or a hang is one row. With --ranks models are trained instead: three steps of AdamW on so many
-gloo processes, a stage each, against one process: losses to 1e-6, parameters to 1e-5. A model that is captured
-and is not what one process computes makes the command fail.
+detection and segmentation, text and images. Each is captured on one loss unit and cut into two and into four stages by
+GraphPipe's planner. The stages are run one behind the other in one process, at the captured length and at another one.
+The loss must be the plain model's to 1e-6, and every gradient to 2e-6 by the norm of the tensor. Stages that do not
+mix samples run a unit in two micro-batches as well. A model has a process of its own and a time limit, so that a crash
+or a hang is one row. With --ranks models are trained instead: three steps of AdamW on so many gloo processes, a stage
+each, against one process: losses to 1e-6, parameters to 1e-5. A model that is captured and is not what one process
+computes makes the command fail.
 
 --family plain has small torch modules as people write them instead: state that forward leaves behind, hooks, functions
 of one's own, branches on values, nested and ragged inputs, other kinds of tensors. Each is trained for five steps of

@@ -37,9 +37,8 @@ from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.profile.block_survey import CANNOT_SPLIT, NOT_MEASURED, SplitCost
-from gpp_plugin.profile.held_bytes import LiveBytes
 from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
-from gpp_plugin.profile.timing import HeadStart, Lap, Stopwatch, typical_laps
+from gpp_plugin.profile.timing import HeadStart, Lap, LiveBytes, Stopwatch, typical_laps
 from gpp_plugin.report.progress import Step, step
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id

@@ -1,4 +1,4 @@
-"""ONNX Runtime on the CPU, of the model that `torch.onnx` exports."""
+"""The backends that come with the plugin: torch and its compiler, ONNX Runtime, OpenVINO."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.plugins import Backend
 
-# What backends outside of torch have in common: exported programs, float32 on the CPU, absent packages.
+# ONNX Runtime on the CPU, of the model that `torch.onnx` exports. What backends outside of torch have in common:
+# exported programs, float32 on the CPU, absent packages.
 
 _REGISTRY = "torch.onnx._internal.exporter._registration"
 """Logs, with each export, every operator of torchvision where that is not installed; to the real standard error."""
@@ -179,3 +180,44 @@ class OpenVinoBackend(ExportedBackend):
 
 
 OPENVINO = OpenVinoBackend()
+
+
+# The backends that come with torch: its operators one by one, and its compiler.
+
+
+class TorchBackend(Backend):
+    """Torch's operators one by one, as stages run without any backend."""
+
+    reads_weights = True
+
+    def version(self) -> str:
+        """Return torch's."""
+        return str(torch.__version__)
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return the generated code as it is."""
+        return code.run
+
+
+class InductorBackend(TorchBackend):
+    """`torch.compile` with weights frozen into the code, for the shapes of the examples alone."""
+
+    reads_weights = False
+
+    def build(self, code: ForwardCode) -> ForwardRunner:
+        """Return compiled code; compiling takes seconds to minutes, less where torch's own cache has it."""
+        # A separate module each time: its forward is its own code, so that torch's limit of recompilations, which
+        # counts by code, is never reached; weights are buffers of it, which freezing folds into the kernels' layouts.
+        compiled = torch.compile(code.frozen, fullgraph=True, dynamic=False, options={"freezing": True})
+
+        @torch.no_grad()  # with gradients on, nothing would be frozen
+        def run(*tensors: Tensor) -> Sequence[Tensor]:
+            outputs: Sequence[Tensor] = compiled(*tensors)
+            return outputs
+
+        run(*code.examples)  # compiles
+        return run
+
+
+TORCH = TorchBackend()
+INDUCTOR = InductorBackend()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, drawn, seeded, shared, summed
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.gathers import last_backward
 from tests.integrations.framework_jobs import PlainOptimizer, Settings
@@ -46,11 +47,11 @@ class MadeUpStage(nn.Module):
     """What a stage computes.
 
     Args:
-        group: its tensor ranks, which sum within it; None for one.
+        ranks: its tensor ranks, which sum and draw within it; None for one.
         num_sent: elements of a weight that is an output itself, where one has as many; 0 for none.
     """
 
-    def __init__(self, *, has_loss: bool, is_tied: bool, group: Any, num_sent: int) -> None:
+    def __init__(self, *, has_loss: bool, is_tied: bool, ranks: TensorRanks | None, num_sent: int) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((5,), 0.5))
         self.second = nn.Parameter(torch.full((2, 4), 0.5))
@@ -58,39 +59,27 @@ class MadeUpStage(nn.Module):
         if is_tied:
             self.tied = nn.Parameter(torch.full((6,), 0.5))
         self.sent = nn.Parameter(torch.full((num_sent,), 0.5)) if num_sent else None
-        self.has_loss, self._group = has_loss, group
+        self.has_loss, self._ranks = has_loss, ranks
 
     def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
         """Return outputs of some shapes, computed with the parameters and tensors given, and the loss."""
         weights = len(list(self.parameters()))
         number = given[0].sum() + sum(weight.square().mean() for weight in given[1:weights])
+        drop: Callable[..., Tensor] = nn.functional.dropout
+        if self._ranks is not None:
+            number = shared(self._ranks)(number)
+            seed = drawn(self._ranks)()
+            drop = functools.partial(seeded(drop, self._ranks, CUDA, place=1, is_part=True), seed)
         for tensor in given[weights:]:
             hidden = torch.tanh(tensor.float() * number)
-            number = number + nn.functional.dropout(hidden, 0.25).mean()
-        if self._group is not None:
-            number = _SumOverRanks.apply(number, self._group)
+            number = number + drop(hidden, 0.25).mean()
+        if self._ranks is not None:
+            number = summed(self._ranks)(number)
         made = [number * torch.ones(shape, device=number.device) for shape in shapes]
         if self.sent is not None:
             sent = given[weights - 1]
             made = [sent.view(m.shape) if m.numel() == sent.numel() else m for m in made]
         return (*made, number.square()) if self.has_loss else tuple(made)
-
-
-class _SumOverRanks(torch.autograd.Function):
-    """Sums over tensor ranks, in the forward and in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = number.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
 
 
 class FlatOptimizer(PlainOptimizer):
@@ -178,8 +167,16 @@ class ComputingStages:
 
     def _make_module(self, index: int, is_tied: bool) -> MadeUpStage:
         has_loss = index in self._plan.loss_stages()
-        group = self._groups.tensor[index] if self._plan.stages[index].tensor > 1 else None
-        return MadeUpStage(has_loss=has_loss, is_tied=is_tied, group=group, num_sent=self._num_sent)
+        stage, group = self._plan.stages[index], self._groups.tensor[index]
+        ranks = TensorRanks(
+            stage=stage.name, position=stage.position(dist.get_rank())[1], size=stage.tensor, group=group
+        )
+        return MadeUpStage(
+            has_loss=has_loss,
+            is_tied=is_tied,
+            ranks=ranks if stage.tensor > 1 else None,
+            num_sent=self._num_sent,
+        )
 
     def _make_optimizer(self, module: nn.Module, replica: StageReplica) -> Any:
         if self._zero:

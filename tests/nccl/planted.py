@@ -78,6 +78,12 @@ def _twins(zero: int) -> Run:
     return everything(Run(plan=sharded(plan) if zero == 3 else plan, zero=zero, computes=True))
 
 
+def _tensor_plan() -> PipelinePlan:
+    """Return two stages of two tensor ranks, of which the first keeps and the second swaps, and one that recomputes."""
+    chain = on_ranks(chain_plan(3, 4), (0, 1), (2, 3), (4, 5))
+    return dataclasses.replace(chain, stages=tuple(dataclasses.replace(s, tensor=2) for s in chain.stages))
+
+
 def _sending(run: Run) -> Run:
     return dataclasses.replace(run, computes=True, sends_weights=True)
 
@@ -181,6 +187,7 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "bound": lambda: record_ranks(
         4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
     ),
+    "tensor": lambda: record(everything(Run(plan=_tensor_plan(), computes=True))),
     "generation": lambda: record_ranks(2, _generate),
     "save": lambda: _alone(_save),
     "rows": lambda: _alone(_leave_rows),
@@ -271,6 +278,9 @@ FAULTS = (
     Fault("runtime.executor:StageExecutor.step", "self.finish_sends()", "pass", job="weights sent"),
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
     Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
+    # tensor ranks
+    Fault("runtime.tensor_parallel.tensor_ranks:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
+    Fault("engine.stage_groups:StageGroups.create", "backend=both", "backend=backend", job="tensor"),
     # messages that are staged through the host; generation; saves that are written behind the training
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),
     Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),
@@ -312,7 +322,9 @@ def planted(fault: Fault) -> Iterator[None]:
     exec(compile(text.replace(fault.before, fault.after), f"{inspect.getsourcefile(inspect.unwrap(function))}", "exec"), {**vars(module), "torch": torch}, place)  # fmt: skip
     changed = place[attribute]
     users = [
-        m for n, m in sys.modules.items() if n.startswith("gpp_plugin") and vars(m).get(attribute) is held
+        m
+        for n, m in sys.modules.items()
+        if n.startswith(("gpp_plugin", "tests.")) and vars(m).get(attribute) is held
     ]
     with contextlib.ExitStack() as stack:
         for each in [owner] if owners else users:

@@ -703,7 +703,14 @@ def record_rank(
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
     polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
-    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins(), polled:
+    with (
+        torch.random.fork_rng(devices=[]),
+        recorded_cuda(cuda),
+        recorded_distributed(fake),
+        _no_cuda_stand_ins(),
+        polled,
+    ):
+        torch.default_generator.manual_seed(rank)
         work(cuda)
     return cuda, fake.made
 

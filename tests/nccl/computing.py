@@ -3,26 +3,30 @@
 A stage's model is made up: what it gives its consumers depends on all that it receives and reads, by a few operators that
 save tensors, one of them random. Everything around it is what an engine has: `AutogradCompute`, a `StageActivations` (every
 stage another activation policy: keep, swap, recompute), `RankEngine` with `GradientStore` or `PartitionedGradients`,
-`ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD; under ZeRO
-it steps this rank's part of a flat buffer and gathers it, as DeepSpeed's does.
+`ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD, under ZeRO
+DeepSpeed's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
+import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradients.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.job_context import StageReplica
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
+from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
@@ -31,7 +35,6 @@ from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfF
 from gpp_plugin.runtime.memory.keeper import StageActivations, backwards_after
 from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.tensor_parallel.tensor_ranks import TensorRanks, drawn, seeded, shared, summed
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -82,50 +85,53 @@ class MadeUpStage(nn.Module):
         return (*made, number.square()) if self.has_loss else tuple(made)
 
 
-class FlatOptimizer(PlainOptimizer):
-    """Plain SGD over this rank's part of a flat buffer of all parameters (ZeRO)."""
+class ZeroOptimizer(PlainOptimizer):
+    """Adam under DeepSpeed's ZeRO optimizer, which `MasterWeights` steps: what a stage on a device has."""
 
     def __init__(self, module: nn.Module, replica: StageReplica, zero: int) -> None:
         super().__init__(module)
         self.config = dataclasses.replace(PlainOptimizer.config, zero_stage=zero, gradient_clipping=0.0)
-        degree = len(replica.data_ranks)
-        self._group, self._position = replica.data_group, replica.data_ranks.index(replica.rank)
-        spans, first = [], 0
-        for name, parameter in self.trained.items():
-            spans.append(ParameterSpan(name=name, first=first, num_elements=parameter.numel()))
-            first += parameter.numel()
-        self._size = -(-first // degree)
-        self.layout = (FlatGroup(spans=tuple(spans), partition_size=self._size),)
-        self._whole = torch.zeros(self._size * degree, device=CUDA)
-        for span, parameter in zip(spans, self.trained.values(), strict=True):
-            place = self._whole.narrow(0, span.first, span.num_elements).view(parameter.shape)
-            place.copy_(parameter.detach())
-            parameter.data = place
-        self._master = nn.Parameter(self._own().clone())
-        self._parts: Sequence[Tensor] = ()
-        self.optimizer = torch.optim.SGD([self._master], lr=0.05)
+        with _deepspeed_on_a_tape():
+            wrapper = stage_1_and_2.DeepSpeedZeroOptimizer(
+                torch.optim.Adam(self.trained.values(), lr=0.05),
+                {parameter: name for name, parameter in self.trained.items()},
+                timers=None,
+                optimizer_params={},
+                dp_process_group=replica.data_group,
+                communication_data_type=torch.float32,
+                contiguous_gradients=False,
+                partition_grads=False,  # as `config_values` has it: gradients are ours
+            )
+        self._masters = MasterWeights(wrapper, self.trained, data_group=replica.data_group)
+        self.optimizer, self.layout = self._masters.optimizer, self._masters.layout
+        self.flat_weights, self.publish_to = self._masters.flat_weights, self._masters.publish_to
+        self.places = self._masters.places
 
-    def _own(self) -> Tensor:
-        return self._whole.narrow(0, self._position * self._size, self._size)
-
-    def flat_weights(self) -> tuple[FlatWeights, ...]:
-        places = [(self.trained[span.name], span.first) for span in self.layout[0].spans]
-        return (FlatWeights(whole=self._whole, places=tuple(places)),)
-
-    def publish_to(self, parts: Sequence[Tensor]) -> None:
-        self._parts = tuple(parts)
-
-    @torch.no_grad()
     def apply(self, gradients: Any, *, coefficient: float) -> None:
         assert isinstance(gradients, PartitionedGradients)
-        self._master.grad = gradients.partitions[0] * coefficient
-        self.optimizer.step()
-        if self._parts:
-            self._parts[0].copy_(self._master)
-            return
-        self._own().copy_(self._master)
-        if len(self._group.ranks) > 1:
-            all_gather(self._whole, self._own(), group=self._group, what="the weights")
+        with _deepspeed_on_a_tape():
+            self._masters.step_partitions(
+                gradients.partitions, coefficient=coefficient, resting=gradients.resting
+            )
+
+
+@contextlib.contextmanager
+def _deepspeed_on_a_tape() -> Iterator[None]:
+    """Let DeepSpeed compute on the recorded device, and talk in the recorded groups."""
+    device = mock.MagicMock(Stream=torch.cuda.Stream)
+    device.current_device_name.return_value = "cuda"
+    device.available_memory.return_value = 1 << 40
+    device.is_synchronized_device.return_value = False
+    talk = mock.MagicMock(wraps=dist)
+    talk.is_initialized = talk.has_all_gather_into_tensor = lambda: True
+    with (
+        mock.patch.object(deepspeed.comm.comm, "cdb", talk),
+        mock.patch.object(stage_1_and_2, "get_accelerator", lambda: device),
+        mock.patch.object(stage_1_and_2, "see_memory_usage", lambda *args, **given: None),
+        mock.patch.object(stage_1_and_2, "empty_cache", lambda: None),
+        mock.patch.object(stage_1_and_2.groups, "_get_sequence_parallel_world_size", lambda: 1),
+    ):
+        yield
 
 
 class ComputingStages:
@@ -180,7 +186,7 @@ class ComputingStages:
 
     def _make_optimizer(self, module: nn.Module, replica: StageReplica) -> Any:
         if self._zero:
-            return FlatOptimizer(module, replica, self._zero)
+            return ZeroOptimizer(module, replica, self._zero)
         made = PlainOptimizer(module)
         made.config = Settings(bucket_elements=14, gradient_clipping=0.0)  # a bucket of one, one of two
         return made

@@ -286,7 +286,11 @@ class FakeDistributed:
         """Write a collective down, and let its tensors hold numbers as if all ranks had this one's."""
         found, tensors = (
             self._group(group),
-            [list(a) if isinstance(a, list) else [a] for a in args if isinstance(a, (Tensor, list))],
+            [
+                list(a) if isinstance(a, list) else [a]
+                for a in (*args, *given.values())
+                if isinstance(a, (Tensor, list))
+            ],
         )
         reads = writes = tensors[0] if tensors else []
         if name in _ONE_OUT:

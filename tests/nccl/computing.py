@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.gradients.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.job_context import StageReplica
 from gpp_plugin.engine.rank_engine import RankEngine
@@ -113,6 +114,9 @@ class ZeroOptimizer(PlainOptimizer):
             self._masters.step_partitions(
                 gradients.partitions, coefficient=coefficient, resting=gradients.resting
             )
+
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        return self._masters.pieces(foreign, group_numbers=[0])
 
 
 @contextlib.contextmanager

@@ -33,7 +33,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_plugin.engine.checkpoints.rank_files import FileContents
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.micro_batches import ReplicaLink
@@ -147,17 +146,6 @@ def _generate(cuda: FakeCuda) -> None:
     run.link.finish()
 
 
-def _save(cuda: FakeCuda) -> None:
-    """Copy weights for a thread that writes them to a file while training goes on."""
-    weights = {f"w{n}": torch.full((8,), float(n), device=CUDA) for n in range(3)}
-    contents = FileContents(tensors=weights).copied()
-    for weight in weights.values():
-        weight.mul_(2)
-    cuda.memory.numbers += [
-        tensor.clone() for tensor in contents.tensors.values()
-    ]  # as the thread reads them
-
-
 def _alone(work: Callable[[FakeCuda], None]) -> Recorded:
     return record_ranks(1, work)
 
@@ -189,7 +177,6 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     ),
     "tensor": lambda: record(everything(Run(plan=_tensor_plan(), computes=True))),
     "generation": lambda: record_ranks(2, _generate),
-    "save": lambda: _alone(_save),
     "rows": lambda: _alone(_leave_rows),
     "swap": lambda: _captured(plan_swap),
     "swap and recompute": lambda: _captured(lambda stage: plan_both(stage, 1)),
@@ -288,8 +275,8 @@ FAULTS = (
     Fault("model.generation.micro_batches:ReplicaLink._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
     Fault("model.generation.micro_batches:ReplicaLink._receive", "self._wait(dist", "(dist", job="generation"),
     Fault("model.generation.stage_tensors:ReplicaRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
-    Fault("engine.checkpoints.rank_files:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="save"),
-    Fault("engine.checkpoints.rank_files:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()", job="save"),
+    Fault("engine.checkpoints.rank_files:FileContents.copied", "copy=True", "copy=True, non_blocking=True"),
+    Fault("engine.checkpoints.rank_files:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()"),
     # messages of megatron-core's communicators
     Fault("integrations.megatron.p2p:MegatronTransport.bind_send", "Posted(list(handles.values()), place, tensors)", "Posted(list(handles.values()), place, ())", job="megatron"),
     Fault("integrations.megatron.p2p:MegatronTransport.bind_receive", "Posted(list(handles.values()), place, buffers)", "Posted([], place, buffers)", job="megatron"),

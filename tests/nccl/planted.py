@@ -8,8 +8,9 @@ A fault is one piece of a function's text, and what stands there instead. `find`
     numbers   the job's weights and losses are others
     error     the package itself refuses
 
-What is not found must be one of those that cost time or memory and change nothing else: ``harmless`` says which. The
-table::
+What is not found must be one of those that cost time or memory and change nothing else: ``harmless`` says which. Two of
+them are real: at commit 37ec3e4 receives were posted two exchanges ahead of their place, and a traced step synchronised
+the device. Of 254 plans of the tests 237 hang so traced, and 225 with one wait of the host somewhere. The table::
 
     python -m tests.nccl.planted
 """
@@ -210,6 +211,7 @@ FAULTS = (
     Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message)", "_ = carry.received.pop(message)", job="windows"),
     Fault("runtime.messages.mailbox:Carry.wait", "pending.wait()", "pass", job="windows"),
     Fault(f"{_MAIL}.finish_sends_of", "pending.wait()", "pass", job="ahead", harmless="memory: sends of frozen stages stay until the step"),
+    Fault(f"{_MAIL}._posted_at", "depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes", "depth, limit = 2, 1 << 40", job="wide"),
     # buffers made ahead
     Fault(f"{_BUFFERS}.take", "self._beside.wait_event(unused)", "pass"),
     Fault(f"{_BUFFERS}.take", "event.record(torch.cuda.current_stream(self._device))", "pass"),
@@ -284,6 +286,7 @@ FAULTS = (
     # what hosts read, and in which order ranks come together
     Fault("runtime.compute:AutogradCompute.backward", "if roots:", "if roots and seeds[0].sum().item() != -1:"),
     Fault("runtime.recorder:Recorder._mark", "return mark", "mark.synchronize(); return mark"),
+    Fault("runtime.recorder:Recorder.now", "return", "torch.cuda.synchronize() if self.is_on else None; return", job="wide"),
     Fault("runtime.messages.opening_order:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.bind_receive", "group = self._groups[message.channel]", "self._groups[message.channel] = group = self._groups.get(message.channel[::-1], self._groups[message.channel])", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.open", "opening_order(set(channels) - self._opened)", "opening_order(c for c in channels if torch.distributed.get_rank() in c)", job="wide"),

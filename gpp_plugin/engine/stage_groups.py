@@ -93,7 +93,7 @@ class StageGroups:
     Args:
         world: all ranks of the plan.
         data: by stage, in the plan's order, the ranks of this rank's tensor position.
-        tensor: by stage, the ranks of this rank's data position.
+        tensor: by stage, the ranks of this rank's data position; it takes tensors of the host as well.
         stage: by stage, all its ranks.
         tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them; all ranks
             of stages of different tensor sizes.
@@ -136,16 +136,18 @@ class StageGroups:
         world = new_group(list(range(plan.num_ranks)))
         single = new_group([dist.get_rank()], use_local_synchronization=True)
 
-        def make_one_of(grids: Iterable[Sequence[int]]) -> dist.ProcessGroup | int:
-            return _own([new_group(list(ranks)) for ranks in grids])
+        def make_one_of(grids: Iterable[Sequence[int]], **other: str | None) -> dist.ProcessGroup | int:
+            return _own([new_group(list(ranks), **other) for ranks in grids])
 
         data = tuple(
             make_one_of(stage.data_ranks(position) for position in range(stage.tensor))
             for stage in plan.stages
         )
-        # A grid with one column, or one row, needs no third group: groups cost sockets and threads.
+        # A grid with one column, or one row, needs no third group: groups cost sockets and threads. Tensor ranks also
+        # send each other numbers of their hosts, those that dropout is seeded by.
+        both = "cpu:gloo,cuda:nccl" if (backend or dist.get_backend()) == "nccl" else backend
         tensor = tuple(
-            make_one_of(stage.tensor_ranks(position) for position in range(stage.degree))
+            make_one_of((stage.tensor_ranks(row) for row in range(stage.degree)), backend=both)
             if stage.tensor > 1
             else single
             for stage in plan.stages

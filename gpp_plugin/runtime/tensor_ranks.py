@@ -7,8 +7,9 @@
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
 So each forward of a micro-batch takes one number, which the group's first rank draws from torch's generator and sends
-the others; every operator that draws seeds the generators by it, by its own place in the code and, inside a region, by
-the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's generator.
+from host to host; every operator that draws seeds the generators by it, by its own place in the code and, inside a
+region, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's
+generator.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; dropout by seeds: this project
 Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
@@ -29,7 +30,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import TensorShard
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.waiting import all_reduce, device_of, finish
+from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
 from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.
@@ -248,10 +249,10 @@ def drawn(ranks: TensorRanks) -> TensorOperator:
         number = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if ranks.position > 0:
             number.zero_()
-        assert isinstance(ranks.group, dist.ProcessGroup), "the groups of a job are made before it runs"
-        number = number.to(device_of(ranks.group))
+        assert ranks.group is not None, "the groups of a job are made before it runs"
+        # on the host, over the group's gloo: read from a device, it would be waited for in each forward
         all_reduce(number, group=ranks.group, what=f"the seed of a forward of stage {ranks.stage!r}")
-        return number.cpu()
+        return number
 
     return TensorOperator("tensor_drawn", draw, is_random=True)
 

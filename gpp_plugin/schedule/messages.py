@@ -13,20 +13,22 @@ serve anyone, so each receiver has one; of shards it has all that hold something
     whole 3 -> whole 2      0>0 1>1             shards 2 -> whole 1     0>0 1>0, half each
 
 Source: this project
-Tests: tests/schedule/test_tensor_grids.py
+Tests: tests/schedule/test_tensor_grids.py, tests/nccl/test_under_way.py
 """
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
-from gpp_plugin.ir.program import Direction, Message
+from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.ir.schedule import StageSchedule
+from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 
 Overlap = tuple[int, int, int, int, bool, int | None, int | None]
 """Producer part, consumer part, first sample, samples, has whole tensors, producer's and consumer's half."""
@@ -151,54 +153,15 @@ PREFETCHED_BUFFERS = 2
 """How many receives before their place a CUDA device has buffers for (`runtime.messages.mailbox`)."""
 
 
-def sends_under_way(in_flight: int) -> int:
-    """Return of how many micro-batches a stage's sends may be under way before one is waited for.
+def most_sends(program: RankProgram, *, in_flight: int) -> int:
+    """Return how many sends of a stage may be under way before one is waited for: those of so many micro-batches.
 
     A stage begins the forward of micro-batch m + c only when c others are done, so that what it sent for m has been
     read. Of one micro-batch in flight the next one's messages leave beside those of the last.
     """
-    return max(in_flight, 2)
-
-
-def under_way_bytes(plan: PipelinePlan, index: int, *, more_samples: float = 1.0) -> int:
-    """Return the most that messages of one rank of a stage hold beside what its tasks keep.
-
-    Sent, of so many micro-batches as may be under way, activations and gradients, and one message more while an older
-    one is waited for. To be received, all that one task reads, and the buffers made early (`PREFETCHED_BUFFERS`).
-    A stage of 2 micro-batches in flight that receives 10 MB and sends 30 MB, with gradients as large:
-    2 x (30 + 10) + 30 + 30 + 2 x 30 = 200 MB.
-
-    Of stages that run before those they send to, or in other micro-batches, ranks may have more to receive than one
-    task reads (at most twice of all this, in random plans).
-
-    Args:
-        more_samples: samples of a micro-batch over those that are planned.
-    """
-    # The example above, with one edge in, of 10 MB, and one out, of 30 MB:
-    #
-    #     forward     sent 30    read 10    sends of a micro-batch: 30 + 10, of two at a time 80
-    #     backward    sent 10    read 30    the largest sent 30, the most that is read 30, two buffers of 30
-    #
-    # sent[d], read[d]: bytes of a micro-batch, d: forward or backward; ``largest``: of one message, sent and received
-    stage = plan.stages[index]
-    sent, read, largest = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
-    for edge in plan.edges:
-        other = plan.stages[edge.dst if edge.src == index else edge.src]
-        if index not in (edge.src, edge.dst) or edge.is_order_only or other.ranks == stage.ranks:
-            continue  # no message, or a local transfer
-        kinds = (activation_bytes, gradient_bytes)
-        for direction, count in enumerate(kinds):
-            is_sent = (edge.src == index) == (direction == 0)
-            whole = count(edge, 0, True)
-            row = count(edge, 1, False) * more_samples
-            # each piece has the whole tensors
-            pieces = max(1, stage.local_batch_size // max(other.local_batch_size, 1))
-            (sent if is_sent else read)[direction] += row * stage.local_batch_size + whole * pieces
-            rows = min(stage.local_batch_size, other.local_batch_size)
-            largest[not is_sent] = max(largest[not is_sent], row * rows + whole)
-    micro_batches = min(sends_under_way(stage.in_flight), plan.num_micro_batches(index))
-    leaving = micro_batches * sum(sent) + largest[0]
-    return round(leaving + max(read) + PREFETCHED_BUFFERS * largest[1])
+    forwards = {task.micro_batch for task in program.tasks if task.kind is TaskKind.FORWARD}
+    sends = sum(not message.is_local_transfer for message in program.messages(InstructionKind.SEND))
+    return max(in_flight, 2) * math.ceil(sends / max(len(forwards), 1))
 
 
 def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:
@@ -256,6 +219,59 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
             if share > 0.0:
                 pairs.append(TensorPair(sender, receiver, share))
     return tuple(pairs)
+
+
+def _message_bytes(plan: PipelinePlan, message: Message) -> float:
+    edge, direction = plan.edges[message.edge], message.direction
+    is_activation = direction is Direction.ACTIVATION
+    count = activation_bytes if is_activation else gradient_bytes
+    ends = (edge.src, edge.dst) if is_activation else (edge.dst, edge.src)
+    sender, receiver = (
+        plan.stages[index].position(rank)[1] for index, rank in zip(ends, message.channel, strict=True)
+    )
+    pairs = tensor_pairs(plan, message.edge, direction)
+    share = next(pair.share for pair in pairs if (pair.sender, pair.receiver) == (sender, receiver))
+    return share * count(edge, message.samples.num_samples, message.has_whole_tensors)
+
+
+def under_way_bytes(plan: PipelinePlan, program: RankProgram) -> int:
+    """Return the most that messages of one stage's program hold beside what its tasks keep, on a CUDA device.
+
+    Sent ones until they are waited for (`most_sends`), as a host that runs ahead finds none of them done; buffers of
+    received ones from when they are made, `PREFETCHED_BUFFERS` receives before their place, until a task reads them.
+    """
+    # The last stage of a chain, micro-batches of 10 MB there and back. Buffers are made two receives ahead:
+    #
+    #     receive 0   made 0 1 2 30     F0  read 0  20
+    #     receive 1   made 3     30     B0          20     send 0  30    at most two sends are under way
+    #     receive 2   made 4     40     F1  read 1  30 ...
+    received = [m for m in program.messages(InstructionKind.RECEIVE) if not m.is_local_transfer]
+    sizes = [_message_bytes(plan, message) for message in received]
+    unread: defaultdict[tuple[bool, int, int | None], float] = defaultdict(float)
+    for incoming, size in zip(received, sizes, strict=True):
+        unread[incoming.direction is Direction.ACTIVATION, incoming.dst_micro_batch, incoming.dst_half] += size
+    limit = most_sends(program, in_flight=plan.stages[program.stage].in_flight)
+    sent: deque[float] = deque()
+    held = most = 0.0
+    num_made, num_posted = 0, 0
+    for instruction in program.instructions:
+        task, message = instruction.task, instruction.message
+        if task is not None and task.kind is not TaskKind.WEIGHT_GRADIENT:
+            for half in {None, task.half}:  # what several tasks read is waited for by the first one
+                held -= unread.pop((task.kind is TaskKind.FORWARD, task.micro_batch, half), 0.0)
+        if message is None or message.is_local_transfer:
+            continue
+        if instruction.kind is InstructionKind.RECEIVE:
+            num_posted += 1
+            held += sum(sizes[num_made : num_posted + PREFETCHED_BUFFERS])
+            num_made = num_posted + PREFETCHED_BUFFERS
+        else:
+            sent.append(_message_bytes(plan, message))
+            held += sent[-1]
+        most = max(most, held)
+        while len(sent) > limit:
+            held -= sent.popleft()
+    return round(most)
 
 
 def message_of(

@@ -7,7 +7,7 @@
 
 Each process started meanwhile writes down what `lower_schedules` and `lower_async` are given, but for random plans.
 What is kept is what programs are made of: stages, edges, orders; names, costs in memory and notes are not. Plans that
-differ in times only are one. A plan of one rank sends nothing and is left out.
+differ in times, or in how many micro-batches come, are one. A plan of one rank sends nothing and is left out.
 """
 
 from __future__ import annotations
@@ -89,8 +89,7 @@ def _noting(call: Callable[..., Any], folder: Path) -> Callable[..., Any]:
         lowered = call(plan, *args, **options)  # what is refused never runs
         if plan.num_ranks > 1 and plan.model != "random":
             row = _row(plan, options)
-            key = json.dumps({**row, "plan": _without_times(row["plan"]), "test": ""})
-            path = folder / f"{abs(hash(key)):x}"  # PYTHONHASHSEED is fixed
+            path = folder / f"{abs(hash(_key(row))):x}"  # PYTHONHASHSEED is fixed
             if not path.exists():
                 path.write_text(json.dumps(row))
         return lowered
@@ -139,9 +138,11 @@ def strip(plan: PipelinePlan) -> dict[str, Any]:
     return {**told, **{key: plain[key] for key in kept}, "stages": stages, "edges": edges}
 
 
-def _without_times(plan: dict[str, Any]) -> dict[str, Any]:
-    stages = [{key: value for key, value in stage.items() if key not in _TIMES} for stage in plan["stages"]]
-    return {**plan, "stages": stages}
+def _key(row: dict[str, Any]) -> str:
+    """Return what is the same of plans of which one is enough."""
+    plan, left_out = row["plan"], {*_TIMES, "in_flight"}
+    stages = [{key: value for key, value in stage.items() if key not in left_out} for stage in plan["stages"]]
+    return json.dumps({**row, "plan": {**plan, "stages": stages, "mini_batch": 0}, "test": ""})
 
 
 # ---- the command -------------------------------------------------------------------------------------------

@@ -3,26 +3,31 @@
 A stage's model is made up: what it gives its consumers depends on all that it receives and reads, by a few operators that
 save tensors, one of them random. Everything around it is what an engine has: `AutogradCompute`, a `StageActivations` (every
 stage another activation policy: keep, swap, recompute), `RankEngine` with `GradientStore` or `PartitionedGradients`,
-`ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD; under ZeRO
-it steps this rank's part of a flat buffer and gathers it, as DeepSpeed's does.
+`ShardedWeights` (ZeRO 3), `WeightVersions` (mode async), sums of tied parameters. The optimizer is plain SGD, under ZeRO
+DeepSpeed's own.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
+from unittest import mock
 
+import deepspeed.comm
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero import stage_1_and_2
 from torch import Tensor, nn
 
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.framework import StageReplica
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan, PartitionedGradients
+from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
+from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
@@ -31,8 +36,8 @@ from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfF
 from gpp_plugin.runtime.memory.activation_policy import StageActivations, backwards_after
 from gpp_plugin.runtime.memory.module_policies import make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
-from gpp_plugin.runtime.ranks.waiting import all_gather
 from gpp_plugin.runtime.stage_module import StageFunction
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, drawn, seeded, shared, summed
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.gathers import last_backward
 from tests.integrations.framework_jobs import PlainOptimizer, Settings
@@ -46,11 +51,11 @@ class MadeUpStage(nn.Module):
     """What a stage computes.
 
     Args:
-        group: its tensor ranks, which sum within it; None for one.
+        ranks: its tensor ranks, which sum and draw within it; None for one.
         num_sent: elements of a weight that is an output itself, where one has as many; 0 for none.
     """
 
-    def __init__(self, *, has_loss: bool, is_tied: bool, group: Any, num_sent: int) -> None:
+    def __init__(self, *, has_loss: bool, is_tied: bool, ranks: TensorRanks | None, num_sent: int) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((5,), 0.5))
         self.second = nn.Parameter(torch.full((2, 4), 0.5))
@@ -58,17 +63,22 @@ class MadeUpStage(nn.Module):
         if is_tied:
             self.tied = nn.Parameter(torch.full((6,), 0.5))
         self.sent = nn.Parameter(torch.full((num_sent,), 0.5)) if num_sent else None
-        self.has_loss, self._group = has_loss, group
+        self.has_loss, self._ranks = has_loss, ranks
 
     def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
         """Return outputs of some shapes, computed with the parameters and tensors given, and the loss."""
         weights = len(list(self.parameters()))
         number = given[0].sum() + sum(weight.square().mean() for weight in given[1:weights])
+        drop: Callable[..., Tensor] = nn.functional.dropout
+        if self._ranks is not None:
+            number = shared(self._ranks)(number)
+            seed = drawn(self._ranks)()
+            drop = functools.partial(seeded(drop, self._ranks, CUDA, place=1, is_part=True), seed)
         for tensor in given[weights:]:
             hidden = torch.tanh(tensor.float() * number)
-            number = number + nn.functional.dropout(hidden, 0.25).mean()
-        if self._group is not None:
-            number = _SumOverRanks.apply(number, self._group)
+            number = number + drop(hidden, 0.25).mean()
+        if self._ranks is not None:
+            number = summed(self._ranks)(number)
         made = [number * torch.ones(shape, device=number.device) for shape in shapes]
         if self.sent is not None:
             sent = given[weights - 1]
@@ -76,67 +86,56 @@ class MadeUpStage(nn.Module):
         return (*made, number.square()) if self.has_loss else tuple(made)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    """Sums over tensor ranks, in the forward and in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, number: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        total = number.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class FlatOptimizer(PlainOptimizer):
-    """Plain SGD over this rank's part of a flat buffer of all parameters (ZeRO)."""
+class ZeroOptimizer(PlainOptimizer):
+    """Adam under DeepSpeed's ZeRO optimizer, which `MasterWeights` steps: what a stage on a device has."""
 
     def __init__(self, module: nn.Module, replica: StageReplica, zero: int) -> None:
         super().__init__(module)
         self.config = dataclasses.replace(PlainOptimizer.config, zero_stage=zero, gradient_clipping=0.0)
-        degree = len(replica.data_ranks)
-        self._group, self._position = replica.data_group, replica.data_ranks.index(replica.rank)
-        spans, first = [], 0
-        for name, parameter in self.trained.items():
-            spans.append(ParameterSpan(name=name, first=first, num_elements=parameter.numel()))
-            first += parameter.numel()
-        self._size = -(-first // degree)
-        self.layout = (FlatGroup(spans=tuple(spans), partition_size=self._size),)
-        self._whole = torch.zeros(self._size * degree, device=CUDA)
-        for span, parameter in zip(spans, self.trained.values(), strict=True):
-            place = self._whole.narrow(0, span.first, span.num_elements).view(parameter.shape)
-            place.copy_(parameter.detach())
-            parameter.data = place
-        self._master = nn.Parameter(self._own().clone())
-        self._parts: Sequence[Tensor] = ()
-        self.optimizer = torch.optim.SGD([self._master], lr=0.05)
+        with _deepspeed_on_a_tape():
+            wrapper = stage_1_and_2.DeepSpeedZeroOptimizer(
+                torch.optim.Adam(self.trained.values(), lr=0.05),
+                {parameter: name for name, parameter in self.trained.items()},
+                timers=None,
+                optimizer_params={},
+                dp_process_group=replica.data_group,
+                communication_data_type=torch.float32,
+                contiguous_gradients=False,
+                partition_grads=False,  # as `config_values` has it: gradients are ours
+            )
+        self._masters = MasterWeights(wrapper, self.trained, data_group=replica.data_group)
+        self.optimizer, self.layout = self._masters.optimizer, self._masters.layout
+        self.flat_weights, self.publish_to = self._masters.flat_weights, self._masters.publish_to
+        self.places = self._masters.places
 
-    def _own(self) -> Tensor:
-        return self._whole.narrow(0, self._position * self._size, self._size)
-
-    def flat_weights(self) -> tuple[FlatWeights, ...]:
-        places = [(self.trained[span.name], span.first) for span in self.layout[0].spans]
-        return (FlatWeights(whole=self._whole, places=tuple(places)),)
-
-    def publish_to(self, parts: Sequence[Tensor]) -> None:
-        self._parts = tuple(parts)
-
-    @torch.no_grad()
     def apply(self, gradients: Any, *, coefficient: float) -> None:
         assert isinstance(gradients, PartitionedGradients)
-        self._master.grad = gradients.partitions[0] * coefficient
-        self.optimizer.step()
-        if self._parts:
-            self._parts[0].copy_(self._master)
-            return
-        self._own().copy_(self._master)
-        if len(self._group.ranks) > 1:
-            all_gather(self._whole, self._own(), group=self._group, what="the weights")
+        with _deepspeed_on_a_tape():
+            self._masters.step_partitions(
+                gradients.partitions, coefficient=coefficient, resting=gradients.resting
+            )
+
+    def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
+        return self._masters.pieces(foreign, group_numbers=[0])
+
+
+@contextlib.contextmanager
+def _deepspeed_on_a_tape() -> Iterator[None]:
+    """Let DeepSpeed compute on the recorded device, and talk in the recorded groups."""
+    device = mock.MagicMock(Stream=torch.cuda.Stream)
+    device.current_device_name.return_value = "cuda"
+    device.available_memory.return_value = 1 << 40
+    device.is_synchronized_device.return_value = False
+    talk = mock.MagicMock(wraps=dist)
+    talk.is_initialized = talk.has_all_gather_into_tensor = lambda: True
+    with (
+        mock.patch.object(deepspeed.comm.comm, "cdb", talk),
+        mock.patch.object(stage_1_and_2, "get_accelerator", lambda: device),
+        mock.patch.object(stage_1_and_2, "see_memory_usage", lambda *args, **given: None),
+        mock.patch.object(stage_1_and_2, "empty_cache", lambda: None),
+        mock.patch.object(stage_1_and_2.groups, "_get_sequence_parallel_world_size", lambda: 1),
+    ):
+        yield
 
 
 class ComputingStages:
@@ -178,12 +177,20 @@ class ComputingStages:
 
     def _make_module(self, index: int, is_tied: bool) -> MadeUpStage:
         has_loss = index in self._plan.loss_stages()
-        group = self._groups.tensor[index] if self._plan.stages[index].tensor > 1 else None
-        return MadeUpStage(has_loss=has_loss, is_tied=is_tied, group=group, num_sent=self._num_sent)
+        stage, group = self._plan.stages[index], self._groups.tensor[index]
+        ranks = TensorRanks(
+            stage=stage.name, position=stage.position(dist.get_rank())[1], size=stage.tensor, group=group
+        )
+        return MadeUpStage(
+            has_loss=has_loss,
+            is_tied=is_tied,
+            ranks=ranks if stage.tensor > 1 else None,
+            num_sent=self._num_sent,
+        )
 
     def _make_optimizer(self, module: nn.Module, replica: StageReplica) -> Any:
         if self._zero:
-            return FlatOptimizer(module, replica, self._zero)
+            return ZeroOptimizer(module, replica, self._zero)
         made = PlainOptimizer(module)
         made.config = Settings(bucket_elements=14, gradient_clipping=0.0)  # a bucket of one, one of two
         return made

@@ -55,46 +55,36 @@ class Counts:
         )
 
 
-def check_all_points(counts: Counts, name: str, job: Job, *, seed: int) -> None:
-    """Check a job with a wait at each host point in turn, and at all at once, under 1, 4, 8 and 32 queues and two
-    random mappings.
+def check_job(counts: Counts, name: str, job: Job, *, seed: int, samples: int | None = None) -> None:
+    """Check a job with waits at all points at once, and in turn, under 1, 4, 8 and 32 queues and a random mapping.
+
+    Args:
+        samples: at so many points, all at once, instead of at each in turn.
     """
-    graph = _graph(counts, name, job)
-    if not ends_serially(graph):
-        counts.hangs.append(f"{name}: with waits at all points\n{find_stuck(graph, None)}")
-    counts.checks += 1
-    for what, queues in _mappings(job, seed):
-        found = points_that_hang(graph, queues)
-        counts.mappings += 1
-        counts.checks += count_points(job)
-        if found is None:
-            counts.hangs.append(f"{name}: {what}, without a wait\n{find_stuck(graph, queues)}")
-        elif found:
-            counts.hangs.append(f"{name}: {what}, with a wait at points {found}")
-
-
-def check_samples(counts: Counts, name: str, job: Job, *, seed: int, samples: int = 4) -> None:
-    """Check a job with waits at all points, and at ``samples`` of them under every mapping."""
-    graph = _graph(counts, name, job)
+    counts.jobs += 1
+    counts.operations += sum(map(len, job))
+    counts.points += count_points(job)
+    counts.hangs += [f"{name}: {line}" for line in mismatches(job)]
+    graph = WaitGraph(job)
     if not ends_serially(graph):
         counts.hangs.append(f"{name}: with waits at all points\n{find_stuck(graph, None)}")
     counts.checks += 1
     rng = random.Random(seed)
     for what, queues in _mappings(job, seed):
-        ranks = [rng.randrange(len(job)) for _ in range(samples)]
-        waits_at = [(rank, rng.randint(0, len(job[rank]))) for rank in ranks]
         counts.mappings += 1
-        counts.checks += 1
-        if not ends(graph, queues, waits_at=waits_at):
-            counts.hangs.append(f"{name}: {what}, with waits at {waits_at}")
-
-
-def _graph(counts: Counts, name: str, job: Job) -> WaitGraph:
-    counts.jobs += 1
-    counts.operations += sum(map(len, job))
-    counts.points += count_points(job)
-    counts.hangs += [f"{name}: {line}" for line in mismatches(job)]
-    return WaitGraph(job)
+        if samples is not None:
+            ranks = [rng.randrange(len(job)) for _ in range(samples)]
+            waits_at = [(rank, rng.randint(0, len(job[rank]))) for rank in ranks]
+            counts.checks += 1
+            if not ends(graph, queues, waits_at=waits_at):
+                counts.hangs.append(f"{name}: {what}, with waits at {waits_at}")
+            continue
+        found = points_that_hang(graph, queues)
+        counts.checks += count_points(job)
+        if found is None:
+            counts.hangs.append(f"{name}: {what}, without a wait\n{find_stuck(graph, queues)}")
+        elif found:
+            counts.hangs.append(f"{name}: {what}, with a wait at points {found}")
 
 
 def _mappings(job: Job, seed: int) -> Iterable[tuple[str, Queues]]:
@@ -115,10 +105,9 @@ def _mappings(job: Job, seed: int) -> Iterable[tuple[str, Queues]]:
 def check_runs(runs: Sequence[tuple[str, Run]], *, is_sampled: bool = False) -> Counts:
     """Record and check runs; return what was done."""
     counts = Counts()
-    check = check_samples if is_sampled else check_all_points
     for seed, (name, run) in enumerate(runs):
         recorded = record(run)
-        check(counts, name, recorded.job, seed=seed)
+        check_job(counts, name, recorded.job, seed=seed, samples=4 if is_sampled else None)
         check_waits(counts, name, recorded)
     return counts
 

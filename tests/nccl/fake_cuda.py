@@ -130,6 +130,9 @@ class FakeCuda(TorchFunctionMode):
             "synchronize": self.synchronize,
             "get_rng_state": lambda device=None: self.memory.random_state.clone(),
             "set_rng_state": self.set_random_state,
+            "manual_seed": lambda seed: self.set_random_state(
+                torch.Generator().manual_seed(seed).get_state()
+            ),
         }
 
     def within(self, call: Callable[[Any], Any]) -> Callable[[Any], Any]:

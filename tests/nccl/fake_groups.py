@@ -139,10 +139,12 @@ class FakeGroup:
         async_op: bool = False,
     ) -> FakeWork | None:
         """Write down a collective, which reads and writes tensors of this rank."""
-        collectives = Collectives((self._number, "all"), self.ranks)
         tape, memory = self._cuda.tape, self._cuda.memory
-        assert all(memory.is_device(t) is (self.backend == "nccl") for t in (*reads, *writes)), what
-        if self.backend == "gloo":
+        used = (*reads, *writes)
+        is_host = self.backend == "gloo" or ("gloo" in self.backend and not any(map(memory.is_device, used)))
+        assert all(memory.is_device(t) is not is_host for t in used), what
+        collectives = Collectives((self._number, "host" if is_host else "all"), self.ranks)
+        if is_host:
             for tensor in (*reads, *writes):
                 memory.watch_host(tensor)
             item = tape.put(tape.new_thread(), what, collectives=collectives, place=Place.THREAD)
@@ -284,7 +286,11 @@ class FakeDistributed:
         """Write a collective down, and let its tensors hold numbers as if all ranks had this one's."""
         found, tensors = (
             self._group(group),
-            [list(a) if isinstance(a, list) else [a] for a in args if isinstance(a, (Tensor, list))],
+            [
+                list(a) if isinstance(a, list) else [a]
+                for a in (*args, *given.values())
+                if isinstance(a, (Tensor, list))
+            ],
         )
         reads = writes = tensors[0] if tensors else []
         if name in _ONE_OUT:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from gpp_plugin.engine.checkpoints.save_checkpoint import FileContents, rank_files
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
@@ -380,6 +381,7 @@ class RankJob:
         self._kept: dict[int, dict[int, list[Tensor]]] = {stage: {} for stage in self._stages}
         self._real = None
         self._computes: dict[int, AutogradCompute] = {}
+        self._saved: list[FileContents] = []
         if run.computes:
             self._real = ComputingStages(
                 plan,
@@ -413,6 +415,7 @@ class RankJob:
             with self._cuda.memory.off(), self._real.engine.gathered():
                 weights = [p for stage in self._real.engine.stages for p in stage.module.parameters()]
                 self._cuda.memory.numbers += [weight.detach().clone() for weight in weights]
+        self._cuda.memory.numbers += self._read_saved()
 
     def _run_all(self) -> None:
         programs = self._programs
@@ -427,6 +430,7 @@ class RankJob:
             for step in range(self._run.steps):
                 self._train(train, record=self._run.record and step == self._run.steps - 1)
                 if step == 0:
+                    self._save()
                     self._evaluate()
         else:
             self._evaluate()
@@ -436,6 +440,17 @@ class RankJob:
             result = run(inputs, record=record)
         self._cuda.memory.numbers += [loss for loss, _ in result.losses]
         self._agree_on_loss()
+
+    def _save(self) -> None:
+        """Copy what is saved; the thread that writes it reads it at once, or when training has changed all of it."""
+        if self._real is not None:
+            with self._real.engine.gathered():
+                files = rank_files(self._real.engine.stages, None).files.values()
+                self._saved = [contents.copied() for contents in files]
+            self._read_saved()
+
+    def _read_saved(self) -> list[Tensor]:
+        return [tensor.clone() for contents in self._saved for tensor in contents.tensors.values()]
 
     def _evaluate(self) -> None:
         programs = self._programs.evaluation
@@ -703,7 +718,14 @@ def record_rank(
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
     polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
-    with recorded_cuda(cuda), recorded_distributed(fake), _no_cuda_stand_ins(), polled:
+    with (
+        torch.random.fork_rng(devices=[]),
+        recorded_cuda(cuda),
+        recorded_distributed(fake),
+        _no_cuda_stand_ins(),
+        polled,
+    ):
+        torch.default_generator.manual_seed(rank)
         work(cuda)
     return cuda, fake.made
 

@@ -1,4 +1,4 @@
-"""No plan hangs: the recorded-order model (`operations`) over every plan of the tests and what else runs on plans."""
+"""No plan hangs: the recorded-order model (`operations`) over what else runs than plans of the tests (`test_races`)."""
 
 from __future__ import annotations
 
@@ -16,15 +16,10 @@ from gpp_plugin.runtime.rank_programs import plan_of_units
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run, record_job
-from tests.runtime.test_tensor_grids import random_case
-from tests.schedule.plans import chain_plan, sharded, simple_plan
+from tests.schedule.plans import chain_plan, simple_plan
 from tests.schedule.test_async import random_async_plan
 from tests.schedule.test_look_ahead import may_look_ahead, random_frozen_plan
 from tests.tiers import some
-
-
-def test_every_plan_of_the_tests(tell: Tell) -> None:
-    report(tell, check_runs([(name, everything(run)) for name, run in some(read_plans(), every=28)]))
 
 
 def test_windows_that_stay_full(tell: Tell) -> None:
@@ -32,21 +27,6 @@ def test_windows_that_stay_full(tell: Tell) -> None:
     report(
         tell,
         check_runs([(f"seed {n}", Run(plan=plan, steps=2, record=True)) for n, plan in enumerate(plans)]),
-    )
-
-
-def test_tensor_grids(tell: Tell) -> None:
-    plans = [random_case(random.Random(seed))[0] for seed in some(range(10), every=4)]
-    report(tell, check_runs([(f"seed {n}", everything(Run(plan=plan))) for n, plan in enumerate(plans)]))
-
-
-@pytest.mark.parametrize("zero", [1, 2, 3])
-def test_partitioned_gradients(zero: int, tell: Tell) -> None:
-    plans = [random_draw(seed, most_ranks=16).plan for seed in some(range(2000, 2010), every=3)]
-    if zero == 3:
-        plans = [sharded(plan) for plan in plans]
-    report(
-        tell, check_runs([(str(n), everything(Run(plan=plan, zero=zero))) for n, plan in enumerate(plans)])
     )
 
 

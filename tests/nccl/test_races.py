@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
-from gpp_benchmarks._random_plans import FAMILIES, with_family
+from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
 from tests.nccl import planted
 from tests.nccl.checker import WaitGraph, ends_serially, find_stuck
 from tests.nccl.collect_plans import read_plans
@@ -25,7 +25,6 @@ from tests.nccl.operations import Job, Operation, Place, Tape
 from tests.nccl.races import Race, races, races_of
 from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_plans import ahead, with_more_edges, with_units
-from tests.nccl.test_random_graphs import random_run
 from tests.runtime.memory_stages import (
     MemoryPlan,
     Trainer,
@@ -300,6 +299,17 @@ def computing(run: Run, zero: int = 0) -> Run:
 def test_every_plan_of_the_tests_that_computes(first: int, tell: Tell) -> None:
     runs = [(name, computing(run, n % 4)) for n, (name, run) in enumerate(read_plans())][first::6]
     report(tell, check_runs(some(runs, every=24), is_sampled=True))
+
+
+def random_run(seed: int) -> Run:
+    """Return a random graph of 2 to 9 stages under some family of schedules, ZeRO 2 every third time."""
+    draw = random_draw(seed, FAMILIES[seed % len(FAMILIES)], most_ranks=16)
+    return Run(plan=draw.plan, forward_only=draw.forward_only, zero=2 if seed % 3 == 0 else 0)
+
+
+def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
+    runs = [(f"seed {seed}", everything(random_run(seed))) for seed in some(range(300, 350), every=14)]
+    report(tell, check_runs(runs))
 
 
 @pytest.mark.parametrize("first", some(range(0, 300, 50), every=4))

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
-from tests.nccl.coverage_counts import Counts, Tell, check_all_points, check_runs, everything, report
+from tests.nccl.coverage_counts import Counts, Tell, check_job, check_runs, everything, report
 from tests.nccl.recording import Programs, Run, lower, record_job
 from tests.schedule.plans import on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
@@ -69,7 +69,7 @@ def two_stages_on_both_ranks() -> Run:
 
 def hangs(run: Run, programs: Programs) -> list[str]:
     counts = Counts()
-    check_all_points(counts, "damaged", record_job(run, programs), seed=0)
+    check_job(counts, "damaged", record_job(run, programs), seed=0)
     return counts.hangs
 
 

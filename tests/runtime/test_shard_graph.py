@@ -25,9 +25,6 @@ from gpp_plugin.runtime.shard_graph import cross_entropy, embedded, shard_graph
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_ranks import TensorRanks, joined, own_part, seeded
 from tests.models import build
-from tests.nccl.fake_cuda import FakeCuda, recorded_cuda
-from tests.nccl.fake_groups import FakeDistributed, recorded_distributed
-from tests.nccl.operations import Tape
 
 
 class Threads:
@@ -199,20 +196,6 @@ def test_what_draws_is_seeded_by_its_forward_its_place_and_in_regions_by_the_ran
     assert not torch.equal(whole[0], drop(ranks[0], number, place=4, is_part=False))
     assert not torch.equal(whole[0], drop(ranks[0], torch.tensor(8), place=3, is_part=False))
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_the_number_of_a_forward_is_told_where_its_group_takes_tensors(monkeypatch):
-    seen: list[str] = []
-    tape = Tape(0)
-    cuda = FakeCuda(tape, num_devices=2)
-    fake = FakeDistributed(cuda, 2)
-    monkeypatch.setattr(tensor_ranks, "all_reduce", lambda tensor, **given: seen.append(tensor.device.type))
-    with recorded_cuda(cuda), recorded_distributed(fake):
-        for backend in ("gloo", "nccl"):
-            group: Any = dist.new_group([0, 1], backend=backend)
-            ranks = TensorRanks(stage="all", position=1, size=2, group=group)
-            assert tensor_ranks.drawn(ranks)().device.type == "cpu"
-    assert seen == ["cpu", "cuda"]
 
 
 def test_a_joined_parameter_gives_each_rank_its_part_of_the_gradient(monkeypatch):

@@ -19,7 +19,12 @@ from torch import Tensor
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, _most_sends, pack_entry
+from gpp_plugin.runtime.messages.mailbox import (
+    Carry,
+    LocalTransfers,
+    Mailbox,
+    pack_entry,
+)
 from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
 from gpp_plugin.runtime.messages.transport import (
@@ -30,6 +35,7 @@ from gpp_plugin.runtime.messages.transport import (
     make_transport,
 )
 from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.schedule.messages import most_sends
 from tests.ranks import run_kept_ranks
 
 NAMES = ("vision -> loss", "text -> loss")
@@ -221,7 +227,7 @@ def test_the_sends_of_the_micro_batches_in_flight_may_be_under_way(
             *(Instruction(kind=InstructionKind.SEND, message=each) for each in sent),
         ),
     )
-    assert _most_sends(program, in_flight=in_flight) == most
+    assert most_sends(program, in_flight=in_flight) == most
 
 
 class Under:

@@ -13,8 +13,6 @@ PARTS = {
     "faults": "tests.soak.rank_faults:main",
     "saves": "tests.soak.rank_saves:main",
     "resumes": "tests.soak.rank_resumes:main",
-    "malformed": "tests.soak.refusals:count_malformed",
-    "attempts": "tests.soak.refusals:count_attempts",
     "endurance": "tests.soak.endurance:main",
     "generation": "tests.soak.generation:main",
     "trainer": "tests.soak.trainer:main",

@@ -13,11 +13,11 @@ disagreements   one rank with another configuration, version, seed, weights or m
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import sys
 import tempfile
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -82,61 +82,46 @@ def _rank_of(number: int, at: str) -> int:
     return 0 if at in ON_RANK_ZERO else number % RANKS
 
 
-def faults(count: int) -> list[str]:
-    """Return what went wrong in as many faults."""
-    wrong = []
-    cases = list(itertools.product(("kill", "raise", "TERM", "memory"), PLACES))[:count]
-    for number, (kind, (at, skip)) in enumerate(cases):
-        fault = Fault(kind=kind, rank=_rank_of(number, at), at=at, skip=skip)
-        ended = _run(fault)
-        limit_s = JOINING_S + 5.0 if at in BEFORE_JOINING else ENDS_IN_S
-        late = [e.seconds for e in ended if e.code is None or e.seconds > limit_s]
-        silent = _not_naming(ended, fault.rank)
-        _tell(fault, ended, bool(late or silent), silent)
-        if late or silent:
-            wrong.append(f"{fault}: late {late}, not naming it {silent}")
-    return wrong
+Case = tuple[Fault, Mapping[str, Any]]
+"""What strikes, and changes of the job that it strikes."""
 
 
-def stops(count: int) -> list[str]:
-    """Return what went wrong in as many stops."""
-    wrong = []
-    places = (("start:", 0), *PLACES)[:count]
-    for number, (at, skip) in enumerate(places):
-        fault = Fault(kind="stop", rank=_rank_of(number, at) if at != "start:" else 1, at=at, skip=skip)
-        started = time.monotonic()
-        ended = _run(fault, comm_timeout_s=LIMIT_S)
-        alive = [rank for rank, e in enumerate(ended) if rank != fault.rank and e.code is None]
-        late = [round(e.seconds, 1) for e in ended if e.code is not None and e.seconds > LIMIT_S + 5.0]
-        silent = _not_naming(ended, fault.rank)
-        _tell(fault, ended, bool(alive or late or silent), silent, time.monotonic() - started)
-        if alive or late or silent:
-            wrong.append(f"{fault}: alive {alive}, late {late}, not naming it {silent}")
-    return wrong
+def faults() -> Iterator[Case]:
+    """Yield what ends a rank in a plain job."""
+    for number, (kind, (at, skip)) in enumerate(
+        itertools.product(("kill", "raise", "TERM", "memory"), PLACES)
+    ):
+        yield Fault(kind=kind, rank=_rank_of(number, at), at=at, skip=skip), {}
 
 
-def features(count: int) -> list[str]:
-    """Return what went wrong in as many faults where ranks do what not every job does."""
-    wrong = []
+def stops() -> Iterator[Case]:
+    """Yield what stops a rank, which may live on."""
+    for number, (at, skip) in enumerate((("start:", 0), *PLACES)):
+        yield Fault(kind="stop", rank=1 if at == "start:" else _rank_of(number, at), at=at, skip=skip), {}
+
+
+def features() -> Iterator[Case]:
+    """Yield faults where ranks do what not every job does."""
     cases = [
-        (name, changes, kind, place)
-        for name, (changes, places) in FEATURES.items()
-        for kind in ("kill", "raise", "stop")
-        for place in places
+        (c, kind, p) for c, places in FEATURES.values() for kind in ("kill", "raise", "stop") for p in places
     ]
-    for number, (name, changes, kind, (at, skip)) in enumerate(cases[:count]):
-        rank = 1 + number % (RANKS - 1)
-        fault = Fault(kind=kind, rank=rank, at=at, skip=skip)
-        limit_s = LIMIT_S if kind == "stop" else JOINING_S
-        ended = _run(fault, **changes, comm_timeout_s=limit_s)
-        others = [e for other, e in enumerate(ended) if other != rank]
-        most_s = LIMIT_S + 5.0 if kind == "stop" else ENDS_IN_S
-        late = [round(e.seconds, 1) for e in others if e.code is None or e.seconds > most_s]
-        silent = _not_naming(ended, rank)
-        print(f"  {name}:", end="")
+    for number, (changes, kind, (at, skip)) in enumerate(cases):
+        yield Fault(kind=kind, rank=1 + number % (RANKS - 1), at=at, skip=skip), changes
+
+
+def strike(make_cases: Callable[[], Iterator[Case]], count: int) -> list[str]:
+    """Return what went wrong in as many cases."""
+    wrong = []
+    for fault, changes in itertools.islice(make_cases(), count):
+        is_stop = fault.kind == "stop"
+        ends_in_s = LIMIT_S + 5.0 if is_stop else JOINING_S + 5.0 if fault.at in BEFORE_JOINING else ENDS_IN_S
+        ended = _run(fault, **changes, comm_timeout_s=LIMIT_S if is_stop else JOINING_S)
+        judged = [each for rank, each in enumerate(ended) if rank != fault.rank or not is_stop]
+        late = [each.seconds for each in judged if each.code is None or each.seconds > ends_in_s]
+        silent = _not_naming(ended, fault.rank)
         _tell(fault, ended, bool(late or silent), silent)
         if late or silent:
-            wrong.append(f"{name}, {fault}: late {late}, not naming it {silent}")
+            wrong.append(f"{dict(changes)}, {fault}: late {late}, not naming it {silent}")
     return wrong
 
 
@@ -181,20 +166,20 @@ def _not_naming(ended: list[Ended], failed: int) -> list[int]:
     ]
 
 
-def _tell(fault: Fault, ended: list[Ended], is_wrong: bool, silent: list[int], seconds: float = 0.0) -> None:
+def _tell(fault: Fault, ended: list[Ended], is_wrong: bool, silent: list[int]) -> None:
     witness = next(each for rank, each in enumerate(ended) if rank != fault.rank)
     print(
         f"  {'WRONG' if is_wrong else 'ok   '} {fault.kind} rank {fault.rank} at {fault.at} {fault.skip}: last after "
-        f"{max(e.seconds for e in ended if e.code is not None):.1f} s{f' of {seconds:.0f} s' if seconds else ''}: "
+        f"{max(e.seconds for e in ended if e.code is not None):.1f} s: "
         f"{(ended[silent[0]] if silent else witness).last_line[:220]}",
         flush=True,
     )
 
 
 TABLES = {
-    "faults": (faults, 60),
-    "stops": (stops, 16),
-    "features": (features, 21),
+    "faults": (functools.partial(strike, faults), 60),
+    "stops": (functools.partial(strike, stops), 16),
+    "features": (functools.partial(strike, features), 21),
     "disagreements": (disagreements, len(DISAGREEMENTS)),
 }
 

@@ -54,7 +54,10 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import under_way_bytes
+from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 # What one of t tensor ranks has of each block: the one formula of times, bytes and sums under tensor parallelism.
 #
@@ -305,7 +308,7 @@ def micro_batches_within(free: Any, saved: Any, most: int) -> Any:
 
 # What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
 #
-# Their sums are the plan's own figures. Beside them: what messages hold on their way (`under_way_bytes`), what stages
+# Their sums are the plan's own figures. Beside them: what messages hold on their way (`messages_held`), what stages
 # hold of the mini-batch itself (`with_inputs`: every row that one of their tasks will read, from its start to its
 # end), and what autograd keeps under a plan, with how far what was counted is from it (`expected_counts`,
 # `differences`).
@@ -324,6 +327,7 @@ def memory_breakdown(
     graph: BlockGraph | None = None,
     zero_stage: int = 0,
     more_samples: float = 1.0,
+    messages: Sequence[int] = (),
 ) -> tuple[MemoryBreakdown, ...]:
     """Return the bytes of one rank of each stage at its peak.
 
@@ -332,6 +336,7 @@ def memory_breakdown(
         graph: that graph; None: tensor ranks divide nothing of the profile's costs.
         zero_stage: what the ranks of a stage share out among themselves.
         more_samples: samples of a micro-batch over those that are planned, where units have others.
+        messages: what those hold, by stage (`messages_held`); none: they are left out.
     """
     of_tensor = {
         tensor: profile if graph is None else sharded_profile(profile, graph, tensor)
@@ -340,10 +345,25 @@ def memory_breakdown(
     return tuple(
         dataclasses.replace(
             _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples),
-            messages=under_way_bytes(plan, index, more_samples=more_samples),
+            messages=messages[index] if messages else 0,
         )
         for index, stage in enumerate(plan.stages)
     )
+
+
+def messages_held(plan: PipelinePlan) -> list[int]:
+    """Return by stage the most that messages hold on one of its ranks, as the plan's programs run.
+
+    Of an asynchronous plan it is that of a mini-batch by itself, whose pipeline is as full.
+    """
+    alone = dataclasses.replace(plan, mode="sync")
+    frozen = forward_only_stages(alone)
+    schedules = build_schedules(alone, forward_only_stages=frozen)
+    found = [0] * len(plan.stages)
+    for program in lower_schedules(alone, schedules, forward_only_stages=frozen):
+        for stage in program.stages:
+            found[stage] = max(found[stage], under_way_bytes(alone, program.of_stage(stage)))
+    return found
 
 
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
@@ -351,7 +371,7 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
     It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
     """
-    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
+    parts = _parts_of(plan, request)
     sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
     limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
@@ -388,7 +408,7 @@ def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], Pip
 
 def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
     """Return the most bytes by which a rank that fits exceeds its limit with its messages; 0 where none does."""
-    parts = memory_breakdown(plan, request.profile, graph=request.graph, zero_stage=request.zero_stage)
+    parts = _parts_of(plan, request)
     found = 0
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
@@ -396,6 +416,16 @@ def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
         # a rank that exceeds it without messages is an explicit plan, and is for the validator
         found = max(found, over if over <= own.messages else 0)
     return found
+
+
+def _parts_of(plan: PipelinePlan, request: PlanRequest) -> tuple[MemoryBreakdown, ...]:
+    return memory_breakdown(
+        plan,
+        request.profile,
+        graph=request.graph,
+        zero_stage=request.zero_stage,
+        messages=messages_held(plan),
+    )
 
 
 def _of_stage(

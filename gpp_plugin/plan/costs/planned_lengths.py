@@ -209,7 +209,10 @@ class SizedPlan:
             )
             by = unit.samples / self.costs.num_samples
             plan, zero = self._plan_at(unit.lengths), self._zero_stage
-            found = memory_breakdown(plan, profile, graph=self._graph, zero_stage=zero, more_samples=by)
+            messages = [round(part.messages * by) for part in self.plan.memory]
+            found = memory_breakdown(
+                plan, profile, graph=self._graph, zero_stage=zero, more_samples=by, messages=messages
+            )
             while len(self._known) >= 256:
                 self._known.pop(next(iter(self._known)))
             self._known[unit] = found

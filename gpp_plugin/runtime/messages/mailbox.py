@@ -27,13 +27,12 @@ from torch import Tensor
 
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.program import Message, RankProgram
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
 from gpp_plugin.runtime.messages.transport import Pending, Post, Transport
 from gpp_plugin.runtime.recorder import Recorder
-from gpp_plugin.schedule.messages import sends_under_way
+from gpp_plugin.schedule.messages import most_sends
 from gpp_plugin.schedule.program_sets import moved_message
 
 # The buffers that messages are received into; on a CUDA device made early, so that a receive need not follow a task.
@@ -337,7 +336,7 @@ class Mailbox:
         shapes = [[(payload.shape, payload.dtype) for payload in received[n][1]] for n in self._travelling]
         self._buffers = ReceiveBuffers(shapes, device=device, early=early)
         self._marks = self._posted_at()
-        self._most_sends = _most_sends(program, in_flight=in_flight)
+        self._most_sends = most_sends(program, in_flight=in_flight)
         self._posted = 0
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
@@ -552,14 +551,3 @@ class Mailbox:
                 carry.received[message] = self.inbox[number], self._receives[number]
         carry.sends.extend(self._sends)
         carry.sends_of.update(self._sends_of)
-
-
-def _most_sends(program: RankProgram, *, in_flight: int) -> int:
-    """Return how many sends may be under way: those of so many micro-batches as `sends_under_way` says."""
-    forwards = {
-        i.task.micro_batch
-        for i in program.instructions
-        if i.task is not None and i.task.kind is TaskKind.FORWARD
-    }
-    sends = sum(not message.is_local_transfer for message in program.messages(InstructionKind.SEND))
-    return sends_under_way(in_flight) * math.ceil(sends / max(len(forwards), 1))

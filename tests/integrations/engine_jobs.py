@@ -83,12 +83,13 @@ def logged(name: str) -> Iterator[list[logging.LogRecord]]:
     handler, logger = logging.Handler(), logging.getLogger(name)
     handler.emit = records.append  # type: ignore[method-assign]
     logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
+    level = logger.level
+    logger.setLevel(logging.INFO)
     try:
         yield records
     finally:
         logger.removeHandler(handler)
-        logger.level = level
+        logger.setLevel(level)
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:

@@ -341,11 +341,14 @@ def two_units() -> dict[str, Any]:
     }
     engine = engine_with(lambda gradient: gradient * mask, units=2)
     steps = [[unit_of(2 * step), unit_of(2 * step + 1)] for step in range(2)]
-    alone = train_reference(
-        made(lambda gradient: gradient * mask),
-        steps,
-        make_optimizer=functools.partial(torch.optim.SGD, lr=RATE),
-    )
+
+    def alone_with_hook(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        parameters[0].register_hook(
+            lambda gradient: gradient * mask
+        )  # the tower's weight: a copy has no hooks
+        return torch.optim.SGD(parameters, lr=RATE)
+
+    alone = train_reference(made(lambda gradient: gradient), steps, make_optimizer=alone_with_hook)
     return {
         "told": told,
         "losses": [float(engine.train_batch(iter(units))) for units in steps],

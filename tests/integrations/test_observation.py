@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,20 +14,14 @@ from gpp_plugin.engine import metrics
 from gpp_plugin.engine.metrics import OutlierMonitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.runtime.batches import UnitBatch
-from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.integrations.engine_jobs import B, config_of, logged, make_engine, steps
 from tests.models import build
 from tests.ranks import run_ranks
 
 
 def observe(directory: str) -> dict[str, Any]:
     """Every report of the JSON, alone with the others, a line each two steps."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("gpp_plugin.engine.metrics")
-    logger.addHandler(handler)
-    level, logger.level = logger.level, logging.INFO
-    try:
+    with logged("gpp_plugin.engine.metrics") as records:
         model, make_batch = build("t5")
         config = config_of(
             steps_per_print=2,
@@ -41,11 +34,8 @@ def observe(directory: str) -> dict[str, Any]:
         )
         engine = make_engine(model, make_batch(B, 0), config)
         steps(engine, [make_batch(B, seed) for seed in range(4)])
-        names = [stage.name for stage in engine.plan.stages]
-        return {"lines": lines, "stages": names, "tokens": [make_batch(B, 0)["input_ids"].numel()]}
-    finally:
-        logger.removeHandler(handler)
-        logger.level = level
+    names = [stage.name for stage in engine.plan.stages]
+    return {"lines": [record.getMessage() for record in records], "stages": names}
 
 
 def rows_of(directory: Path, name: str) -> list[float]:

@@ -30,7 +30,8 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.samples import SampleRange
 
-K, V = TypeVar("K"), TypeVar("V")
+K = TypeVar("K")
+V = TypeVar("V")
 Batch = Mapping[str, Any]
 ChooseOrder = Callable[[Sequence[Mapping[str, int]]], Sequence[int]]
 """From the units of a mini-batch, each by the elements of its entries, to which unit is run at each place."""

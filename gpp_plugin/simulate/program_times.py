@@ -24,7 +24,7 @@ from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Messa
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
-from gpp_plugin.schedule.checks.order_check import OF_STAGE
+from gpp_plugin.schedule.checks.order_check import OF_STAGE, tensor_rows
 from gpp_plugin.schedule.event_loop import Durations, MessageCosts, duration_reader
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
@@ -135,12 +135,7 @@ class _ProgramRun:
         # Who has come to a gather or a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
         # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
-        self._rows = {
-            rank: stage.tensor_ranks(position)
-            for stage in plan.stages
-            for position in range(stage.degree)
-            for rank in stage.tensor_ranks(position)
-        }
+        self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
         self._waiting: dict[tuple[int, ...], list[int]] = {}
         self._shares: dict[tuple[int, Direction], dict[tuple[int, int], float]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.

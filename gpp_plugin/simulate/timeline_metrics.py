@@ -341,10 +341,8 @@ def timeline_overlap(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -
         if event.kind in _KINDS
     ]
     travels += swap_copies(plan, timeline, cluster)
-    computing: dict[int, list[tuple[float, float]]] = defaultdict(list)
-    for event in timeline.events:
-        if event.kind in COMPUTE_KINDS:
-            computing[event.rank].append((event.start_us, event.end_us))
+    tasks = _tasks_by_rank(timeline)
+    computing = {rank: [(event.start_us, event.end_us) for event in own] for rank, own in tasks.items()}
     return overlap_of(travels, computing)
 
 
@@ -381,10 +379,7 @@ def _joined(spans: Iterable[tuple[float, float]]) -> Spans:
 def swap_copies(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> list[Travel]:
     """Return the copies of stages that swap, with each rank's tasks at the timeline's times."""
     found: list[Travel] = []
-    tasks: dict[tuple[int, int], list[Event]] = defaultdict(list)
-    for event in timeline.events:
-        if event.kind in COMPUTE_KINDS:
-            tasks[event.rank, event.stage].append(event)
+    tasks = _tasks_by_rank(timeline)
     for index, stage in enumerate(plan.stages):
         if stage.memory is None or not stage.memory.swapped:
             continue
@@ -392,7 +387,7 @@ def swap_copies(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> lis
         ordered = sorted(stage.memory.swapped, key=lambda tensor: -tensor.free_us)
         for rank in stage.ranks:
             rate = cluster.devices[rank].host_bytes_per_s / 1e6
-            own = sorted(tasks[rank, index], key=lambda event: event.start_us)
+            own = [event for event in tasks.get(rank, ()) if event.stage == index]
             found += _Link(rank, [tensor.bytes / rate for tensor in ordered]).copies(own)
     return found
 

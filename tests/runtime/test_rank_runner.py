@@ -264,7 +264,7 @@ def test_a_failure_of_one_stage_lets_go_of_all() -> None:
     with pytest.raises(RuntimeFailure, match=r"rank 0, stage loss, at 1B0: OSError: no more"):
         executor.run("whole", parts, rows_of(network))
     for part in parts:
-        assert not part._made and not any(part._mail.inbox) and not part._compute._kept  # type: ignore[attr-defined]
+        assert not part._made and not any(part.mail.inbox) and not part._compute._kept  # type: ignore[attr-defined]
     hooks[1].accumulate = failing  # type: ignore[method-assign]
     for own in hooks.values():
         for parameter in own.parameters.values():

@@ -61,7 +61,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     #     rank 1   receive x  F0  ...        on; rank 0 reaches its stage's others at ``reduce``
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
-    rows = _tensor_rows(plan)
+    rows = tensor_rows(plan)
     collectives = {
         (kind, stage): Instruction(kind=kind, stage=stage)
         for kind in OF_STAGE
@@ -111,7 +111,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     return Deadlock(stuck=stuck, posted=posted, present=present)
 
 
-def _tensor_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
+def tensor_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
     """Return, by rank of a stage with tensor ranks, those of its data position: {2: (2, 3), 3: (2, 3), ...}."""
     return {
         rank: stage.tensor_ranks(position)

@@ -16,6 +16,7 @@ from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgr
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build_graph import Presence, own_tasks
+from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.grid import program_grid
 
 TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
@@ -41,11 +42,7 @@ class CheckedPrograms:
         self.presence = presence
         self.schedules = {schedule.stage: schedule for schedule in schedules}
         self.programs = {program.rank: program for program in programs}
-        self.trained = {
-            schedule.stage
-            for schedule in schedules
-            if any(task.kind is not TaskKind.FORWARD for task in schedule.tasks)
-        }
+        self.trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
         self.halved = {
             schedule.stage: {task.micro_batch for task in schedule.tasks if task.half is not None}
             for schedule in schedules

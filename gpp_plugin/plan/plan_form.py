@@ -14,7 +14,7 @@ from typing import Any
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
@@ -349,21 +349,19 @@ def _forwards_and_backwards(plan: PipelinePlan) -> list[list[int]]:
     """
     if any(k_of(stage.schedule) is None for stage in plan.stages):
         return [
-            [int(task.kind is not TaskKind.FORWARD) for task in schedule.tasks if _ends_a_way(task)]
+            [
+                int(task.kind is not TaskKind.FORWARD)
+                for task in schedule.tasks
+                if task.kind is not TaskKind.WEIGHT_GRADIENT and task.half != 0
+            ]
             for schedule in build_schedules(plan)
         ]
     orders = []
     for index, stage in enumerate(plan.stages):
-        total, order = (
-            plan.num_micro_batches(index),
-            [0] * min(stage.in_flight, plan.num_micro_batches(index)),
-        )
+        total = plan.num_micro_batches(index)
+        order = [0] * min(stage.in_flight, total)
         while len(order) < 2 * total:
             # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
             order += [1] * min(stage.k, total - order.count(1)) + [0] * min(stage.k, total - order.count(0))
         orders.append(order)
     return orders
-
-
-def _ends_a_way(task: Task) -> bool:
-    return task.kind is not TaskKind.WEIGHT_GRADIENT and task.half != 0

@@ -29,6 +29,7 @@ Which stage yields the loss is in the plan (`PipelinePlan.losses`): nothing is e
 from __future__ import annotations
 
 import functools
+import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from itertools import groupby
@@ -275,8 +276,4 @@ def _around_all(paths: Iterable[Path]) -> Path:
 
 def _common_prefix(paths: Sequence[Path]) -> Path:
     """Return what all paths begin with: (a,) of (a, b), (a, c, d) and (a,)."""
-    if not paths:
-        return ()
-    first, last = min(paths), max(paths)  # all others lie between them
-    depth = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), None)
-    return first[: min(len(first), len(last)) if depth is None else depth]
+    return tuple(os.path.commonprefix(paths))

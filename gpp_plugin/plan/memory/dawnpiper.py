@@ -77,10 +77,8 @@ def memory_balanced_cuts(
     Args:
         stages: consecutive places in the pipeline; a place decides what is in flight.
     """
-    low, high = (
-        0.0,
-        max(chain.memory_bytes(start, stop, stage, shape) / shape.limits[stage] for stage in stages),
-    )
+    low = 0.0
+    high = max(chain.memory_bytes(start, stop, stage, shape) / shape.limits[stage] for stage in stages)
     for _ in range(NUM_BISECTIONS):
         middle = (low + high) / 2
         if _fill(chain, shape, start, stop, stages, middle)[-1] >= stop:

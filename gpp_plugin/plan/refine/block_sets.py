@@ -116,9 +116,8 @@ class BlockSets:
                 met.setdefault(kinds[i], {}).setdefault(around, []).append(i)
             renumbered = []
             for kind, groups in met.items():
-                if (
-                    sum(map(len, groups.values())) == sizes[kind]
-                ):  # all of them: the first ones keep the number
+                if sum(map(len, groups.values())) == sizes[kind]:
+                    # all of them: the first ones keep the number
                     around_of[kind] = next(iter(groups))
                 groups.pop(around_of[kind], None)
                 for around, members in groups.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 
@@ -90,41 +90,37 @@ def test_requests_differ_in_name_and_content() -> None:
 # ---- schedules that are wrong --------------------------------------------------------------------------------
 
 
-class Forgetful(Schedule):
-    """Leaves the last backward out."""
+class Wrong(Schedule):
+    """Orders the tasks of a stage by its index, its micro-batches, and how many may be in flight."""
+
+    def __init__(self, make: Callable[[int, int, int], StageSchedule]) -> None:
+        self._make = make
 
     def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-        whole = kfkb_schedule(
-            index, plan.num_micro_batches(index), k=1, num_in_flight=plan.stages[index].in_flight
-        )
-        return dataclasses.replace(whole, tasks=whole.tasks[:-1])
+        return self._make(index, plan.num_micro_batches(index), plan.stages[index].in_flight)
 
 
-class Greedier(Schedule):
-    """Holds all micro-batches and does not say so."""
-
-    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-        return gpipe_schedule(index, plan.num_micro_batches(index))
+def without_the_last(index: int, count: int, held: int) -> StageSchedule:
+    whole = kfkb_schedule(index, count, k=1, num_in_flight=held)
+    return dataclasses.replace(whole, tasks=whole.tasks[:-1])
 
 
-class Backwards(Schedule):
-    """Runs forwards from the last one to the first: stages in a row then wait for each other's gradients."""
-
-    def order(self, plan: PipelinePlan, index: int, behind: Mapping[int, StageSchedule]) -> StageSchedule:
-        count = plan.num_micro_batches(index)
-        whole = kfkb_schedule(index, count, k=1, num_in_flight=plan.stages[index].in_flight)
-        if index % 2 == 0:
-            return whole
-        turned = (dataclasses.replace(t, micro_batch=count - 1 - t.micro_batch) for t in whole.tasks)
-        return dataclasses.replace(whole, tasks=tuple(turned))
+def backwards(index: int, count: int, held: int) -> StageSchedule:
+    """Run forwards from the last one to the first: stages in a row then wait for each other's gradients."""
+    whole = kfkb_schedule(index, count, k=1, num_in_flight=held)
+    turned = (dataclasses.replace(task, micro_batch=count - 1 - task.micro_batch) for task in whole.tasks)
+    return dataclasses.replace(whole, tasks=tuple(turned)) if index % 2 else whole
 
 
 @pytest.mark.parametrize(
     ("schedule", "words"),
     [
-        (Forgetful(), "one stage: stage 's0': 6 forwards and 5 backwards of 6 micro-batches"),
-        (Greedier(), "one stage: holds 6 on 's0', in_flight is 1"),
-        (Backwards(), "a chain of four: "),
+        (Wrong(without_the_last), "one stage: stage 's0': 6 forwards and 5 backwards of 6 micro-batches"),
+        (
+            Wrong(lambda index, count, _: gpipe_schedule(index, count)),
+            "one stage: holds 6 on 's0', in_flight is 1",
+        ),
+        (Wrong(backwards), "a chain of four: "),
     ],
 )
 def test_a_wrong_schedule_is_told_its_case(schedule: Schedule, words: str) -> None:

@@ -234,38 +234,36 @@ class _OperatorTimer:
             node = self.nodes[name]
             if is_free(node):
                 continue
-            has_batch = node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
-            flops = node.flops * (num_samples / self.num_samples if has_batch else 1.0)
-            num_bytes = self._bytes(node, num_samples)
-            # at most two: attention's three operands share two products each way, and a bias comes for free
-            factor = min(2, sum(map(self._takes_gradient, node.inputs)))
+            flops, num_bytes = self._work(node, num_samples)
             forward += roofline_us(self.device, flops=flops, num_bytes=num_bytes)
-            if factor:
-                backward += roofline_us(
-                    self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=factor
-                )
+            backward += sum(self._backward_us(node, num_samples))
         return float(forward), float(backward)
 
     def input_share(self, block: Block) -> float:
         """Return the share of activations' gradients in a backward at the samples the graph was captured at."""
+        nodes = [self.nodes[name] for name in block.nodes]
+        times = [self._backward_us(node, self.num_samples) for node in nodes if not is_free(node)]
+        of_inputs, of_weights = (sum(column) for column in zip((0.0, 0.0), *times, strict=True))
+        return float(of_inputs / (of_inputs + of_weights)) if of_inputs or of_weights else 0.5
+
+    def _work(self, node: OpNode, num_samples: int) -> tuple[float, float]:
+        """Return the FLOPs of an operator's forward, and the bytes it moves."""
+        has_batch = node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
+        flops = node.flops * (num_samples / self.num_samples if has_batch else 1.0)
+        return flops, self._bytes(node, num_samples)
+
+    def _backward_us(self, node: OpNode, num_samples: int) -> tuple[float, float]:
+        """Return what an operator's backward takes for gradients of activations, and of parameters."""
         # Of a linear layer's two products one is each; attention's and everything between activations is all input.
-        shares = [0.0, 0.0]
-        for name in block.nodes:
-            node = self.nodes[name]
-            takes = [operand for operand in node.inputs if self._takes_gradient(operand)]
-            if not takes or is_free(node):
-                continue
-            factor = min(2, len(takes))
-            weights = min(sum(operand in self.parameters for operand in takes), factor)
-            us = roofline_us(
-                self.device,
-                flops=node.flops * factor,
-                num_bytes=self._bytes(node, self.num_samples) * factor,
-                launches=factor,
-            )
-            shares[0] += us * (1.0 - weights / factor)
-            shares[1] += us * weights / factor
-        return shares[0] / sum(shares) if any(shares) else 0.5
+        # At most two: attention's three operands share two products each way, and a bias comes for free.
+        takes = [operand for operand in node.inputs if self._takes_gradient(operand)]
+        factor = min(2, len(takes))
+        if not factor:
+            return 0.0, 0.0
+        flops, num_bytes = self._work(node, num_samples)
+        us = roofline_us(self.device, flops=flops * factor, num_bytes=num_bytes * factor, launches=factor)
+        weights = min(sum(operand in self.parameters for operand in takes), factor) / factor
+        return us * (1.0 - weights), us * weights
 
     def pending_bytes(self, block: Block) -> float:
         """Return the bytes of the gradients that wait for the block's weight gradients."""

@@ -51,18 +51,6 @@ def saved_by(model: nn.Module, batch: dict[str, Any], run: Callable[[], object])
     return sum(size for pointer, size in sizes.items() if pointer not in own)
 
 
-def graph_saved_bytes(model: nn.Module, batch: dict[str, Any], captured: CapturedGraph) -> int:
-    """Run the captured graph as one piece, without blocks."""
-    state = state_of(model)
-    names = [node.name for node in captured.op_graph.nodes]
-    ones = captured.analysis.unpadded  # without the masks that this batch does without
-    function = build_stage_function(captured, names, [str(captured.op_graph.loss)], ones=ones)
-    tensors = [state[name] for name in function.tensors]
-    return saved_by(
-        model, batch, lambda: function.call(*tensors, *(batch[key] for key in function.batch_inputs))
-    )
-
-
 @functools.cache
 def prepared(name: str, device: str = "cpu") -> tuple[nn.Module, dict[str, Any], CapturedGraph]:
     """Return a model, a batch of four samples and the capture of both; no test may change them."""
@@ -191,7 +179,12 @@ def test_a_view_from_another_stage_is_kept_without_the_rest_of_its_storage(has_t
 def test_every_model_can_be_measured(name: str) -> None:
     """Whatever the eager model does besides (caches, unused outputs), blocks add up to the captured graph."""
     model, batch, captured = prepared(name)
-    whole = graph_saved_bytes(model, batch, captured)
+    state = state_of(model)
+    names = [node.name for node in captured.op_graph.nodes]
+    ones = captured.analysis.unpadded  # without the masks that this batch does without
+    code = build_stage_function(captured, names, [str(captured.op_graph.loss)], ones=ones)
+    operands = [*(state[name] for name in code.tensors), *(batch[key] for key in code.batch_inputs)]
+    whole = saved_by(model, batch, lambda: code.call(*operands))
     before = {key: tensor.detach().clone() for key, tensor in state_of(model).items()}
     profile = measured(model, batch, captured)
     assert saved_bytes(profile) == whole

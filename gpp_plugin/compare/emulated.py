@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, run_alternated
-from gpp_plugin.compare.chains import Chain
+from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Chain, run_alternated
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.simulated import best_chain

@@ -29,7 +29,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.job_context import WatchedModule
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError
-from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.integrations.huggingface import hf_weights
 from gpp_plugin.integrations.huggingface.model_inputs import (
     NUM_ITEMS,
     check_counted,
@@ -616,7 +616,7 @@ class ModelSource:
             }
             save_stages(directory, states=named, plan=plan, rank=rank, group=group)
             return
-        pretrained_files.save_pretrained(
+        hf_weights.save_pretrained(
             directory,
             model=_module_of(whole),
             states={index: state for index, state in states.items() if plan.stages[index].ranks[0] == rank},

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.demo import demo_run, demo_worker
+from gpp_plugin.demo import demo_run
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load
 from gpp_plugin.ir.timeline import Timeline
@@ -23,15 +23,15 @@ def be_rank(arguments):
     """Be a rank of the demo; return its events."""
     with tempfile.TemporaryFile() as events:
         variables = mock.patch.dict("os.environ", {EVENTS_VARIABLE: str(events.fileno())})
-        with variables, mock.patch.object(sys, "argv", ["demo_worker", *arguments]):
-            demo_worker.main()
+        with variables, mock.patch.object(sys, "argv", ["demo_run", *arguments]):
+            demo_run.main()
         events.seek(0)
         return [json.loads(line) for line in events]
 
 
 def run_ranks(module, arguments, *, num_ranks, timeout_s):
     """Do as `gpp_plugin.launch.run_ranks`, on ranks that are there already."""
-    assert module == demo_worker.__name__ and timeout_s > 0
+    assert module == demo_run.__name__ and timeout_s > 0
     yield from run_kept_ranks(be_rank, num_ranks, arguments)[0]
 
 

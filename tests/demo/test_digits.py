@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpp_plugin.demo.clip import TEMPLATES, WordTokenizer, load_digit_captions, mini_batches
-from gpp_plugin.demo.demo_settings import DemoSettings
+from gpp_plugin.demo.demo_run import DemoSettings
 
 
 @pytest.fixture(scope="module")

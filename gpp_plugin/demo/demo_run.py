@@ -113,23 +113,24 @@ class DemoSettings:
 
     def ds_config(self) -> dict[str, Any]:
         """Return the DeepSpeed configuration, the ``graph_pipeline`` block in it."""
-        return {
+        config: dict[str, Any] = {
             "train_batch_size": self.mini_batch,
             "optimizer": self.optimizer_block(),
             "scheduler": self.scheduler_block(),
             "steps_per_print": 0,
             "gradient_clipping": self.gradient_clipping,
-            **self._pipeline(),
         }
-
-    def _pipeline(self) -> dict[str, Any]:
         if self.mode == "async":
-            block = {"stages": self.stages, "mode": "async"}
-            return {"train_micro_batch_size_per_gpu": self.async_micro_batch, "graph_pipeline": block}
+            block: dict[str, Any] = {"stages": self.stages, "mode": "async"}
+            return {
+                **config,
+                "train_micro_batch_size_per_gpu": self.async_micro_batch,
+                "graph_pipeline": block,
+            }
         # The towers take 16 samples at a time, the loss all 64: contrastive losses depend on who else is in
         # the batch, so this trains as one process does on mini-batches of 64.
         sizes = {"loss": "full", "*": self.micro_batch}
-        return {"graph_pipeline": {"stages": self.stages, "micro_batch_sizes": sizes}}
+        return {**config, "graph_pipeline": {"stages": self.stages, "micro_batch_sizes": sizes}}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

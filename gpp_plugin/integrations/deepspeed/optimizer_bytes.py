@@ -73,7 +73,12 @@ def with_usable_adam(
     # any is, is whether that can work; one rank's lack is every rank's.
     block = ds_config.get("optimizer")
     name = str(block.get("type", "")) if isinstance(block, Mapping) else ""
-    if device_type != "cuda" or name.lower() not in ("adam", "adamw") or _chooses_itself(ds_config):
+    if device_type != "cuda" or name.lower() not in ("adam", "adamw"):
+        return dict(ds_config), ""
+    # the configuration may say whose Adam it wants: torch's or not, or DeepSpeed's on the host
+    offload = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    is_chosen = "torch_adam" in (ds_config["optimizer"].get("params") or {})
+    if is_chosen or str(offload.get("device", "none")) == "cpu":
         return dict(ds_config), ""
     reasons = exchange(why_no_fused_adam, what="a look at the compiler", group=group)
     found = next(((rank, why) for rank, why in enumerate(reasons) if why), None)
@@ -94,14 +99,6 @@ def with_usable_adam(
         f"optimizer.type {name}: {why}, so that torch's fused implementation is used; "
         "install the CUDA toolkit of torch's version for DeepSpeed's"
     )
-
-
-def _chooses_itself(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration says whose Adam it wants: torch's or not, or DeepSpeed's on the host."""
-    params = ds_config["optimizer"].get("params") or {}
-    zero = ds_config.get("zero_optimization") or {}
-    offload = zero.get("offload_optimizer") or {}
-    return "torch_adam" in params or str(offload.get("device", "none")) == "cpu"
 
 
 FP32_BYTES = 4.0

@@ -9,6 +9,7 @@ case "grid"     encoder 2x1 ─► loss 2x2                                     
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from tests.integrations.engine_jobs import config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
+from tests.tiers import some
 
 NUM_RANKS = 6
 MINI_BATCH = 8
@@ -332,7 +334,7 @@ def whole_loss(case: str, modules: list[nn.Module], batch: dict[str, Tensor]) ->
 
 
 STEPS = 4
-TRAINED = [(case, zero) for case in CASES for zero in (0, 1, 2)]
+TRAINED = some([(case, zero) for case in CASES for zero in (0, 1, 2)], every=4)
 
 
 @pytest.fixture(scope="module")
@@ -409,7 +411,6 @@ def test_an_asynchronous_stage_counts_what_its_grid_holds_once():
 @pytest.mark.parametrize("zero", [0, 1])
 def test_a_duplicate_with_unlike_gradients_is_refused_on_every_rank_before_it_steps(zero):
     for said in run_kept_ranks(forgotten, NUM_RANKS, zero):
-        assert "stage 'first': the gradient of 'norm.weight' differs between tensor ranks" in said or (
-            "stage 'second': the gradient of 'norm.weight' differs between tensor ranks" in said
-        )
+        one = r"stage '(first|second)': the gradient of '\1.norm.weight' differs between tensor ranks"
+        assert re.search(one, said), said
         assert "sequence_parallel = True" in said and "\n" not in said

@@ -7,6 +7,7 @@ is taken by all stages or by none (`stage_step`). A stage that trains nothing ha
 
 from __future__ import annotations
 
+import argparse
 import functools
 import logging
 import os
@@ -356,13 +357,13 @@ def _make_inner_engine(
     return engine
 
 
-def device_arguments(device: torch.device) -> SimpleNamespace:
+def device_arguments(device: torch.device) -> argparse.Namespace:
     """Return the command line that makes DeepSpeed's engine compute on ``device``.
 
     Without one it makes the device of LOCAL_RANK the current one, which is not there where ranks share a device or
     each of them sees only its own.
     """
-    return SimpleNamespace(device_rank=device.index or 0)
+    return argparse.Namespace(device_rank=device.index or 0)
 
 
 def _stage_mpu(replica: StageReplica, data_group: dist.ProcessGroup) -> SimpleNamespace:

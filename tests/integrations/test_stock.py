@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from gpp_plugin.errors import GppError
+from tests.integrations.engine_jobs import decay_groups, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
@@ -15,23 +17,18 @@ from tests.runtime.test_regressions import by_hand
 
 def train(tasks: list[jobs.Job]) -> list[dict[str, Any]]:
     """Train each job in turn with DeepSpeed's own engine; return losses and what it is."""
-    import deepspeed
     from deepspeed.runtime.pipe.engine import PipelineEngine
-
-    import gpp_plugin
 
     jobs.use_device("cpu")
     answers = []
     for job in tasks:
         model, make_batch = jobs.build_model(job)
         batches = jobs.make_batches(make_batch, job)
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
         config = jobs.make_config({**job, "block": {"planner": "stock_1f1b", **job["block"]}})
-        engine, *_ = deepspeed.initialize(model=wrapped, config=config)
-        losses = [float(engine.train_batch(data_iter=iter([batch]))) for batch in batches]
+        engine = make_engine(model, batches[0], config)
         answers.append(
             {
-                "losses": losses,
+                "losses": steps(engine, batches),
                 "is_deepspeed": isinstance(engine, PipelineEngine),
                 "stages": [(stage.name, stage.degree) for stage in engine.plan.stages],
                 "micro_batches": engine.micro_batches,
@@ -42,11 +39,9 @@ def train(tasks: list[jobs.Job]) -> list[dict[str, Any]]:
 
 def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
     """T5 on three ranks: lengths that change, evaluation between steps, clipping, a schedule, groups, an export."""
-    import deepspeed
     import torch
     from transformers import T5ForConditionalGeneration
 
-    import gpp_plugin
     from gpp_plugin.ir.timeline import EventKind
 
     jobs.use_device("cpu")
@@ -61,15 +56,11 @@ def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
     }  # fmt: skip
     model, make_batch = jobs.build_model(one)
     batches = jobs.make_batches(make_batch, one)
-    decayed = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=jobs.make_config(one), model_parameters=groups)
+    engine = make_engine(model, batches[0], jobs.make_config(one), model_parameters=decay_groups(model))
     engine.record_timelines = True
     losses = []
     for batch in batches:
-        losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+        losses += steps(engine, [batch])
         evaluated = float(engine.eval_batch(iter([batches[0]])))
     engine.save_pretrained(directory)
     answer = {"losses": losses, "evaluated": evaluated, "rank": engine.global_rank}
@@ -89,19 +80,14 @@ def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
 
 def refuse(block: dict[str, Any], config: dict[str, Any]) -> str:
     """Return what deepspeed.initialize says of a configuration that stock DeepSpeed cannot run."""
-    import deepspeed
-
-    import gpp_plugin
-
     jobs.use_device("cpu")
     one: jobs.Job = {
         "model": "gpt2", "mini_batch": 8, "unit": 2, "block": {"planner": "stock_1f1b", **block}, "config": config,
     }  # fmt: skip
     model, make_batch = jobs.build_model(one)
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=make_batch(8, 0))
     try:
-        deepspeed.initialize(model=wrapped, config=jobs.make_config(one))
-    except gpp_plugin.GppError as error:
+        make_engine(model, make_batch(8, 0), jobs.make_config(one))
+    except GppError as error:
         return str(error)
     return "no error"
 

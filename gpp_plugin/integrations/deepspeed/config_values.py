@@ -372,32 +372,16 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
 # the copy each stage's engine gets; what a stage cannot honour is refused here with one line.
 
 DTYPE_NAMES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
 }
 """DeepSpeed's spellings of a dtype and torch's name of it."""
 
 PASSED_KEYS = (
-    "optimizer",
-    "fp16",
-    "bf16",
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "data_types",
-    "comms_logger",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-    "log_level",
-    "vocabulary_size",
-)
+    "optimizer fp16 bf16 zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types "
+    "comms_logger memory_breakdown dump_state disable_python_gc log_level vocabulary_size"
+).split()
 """Keys that a stage's DeepSpeedEngine sees; every other one is honoured by the graph engine, or refused."""
 
 _TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}

@@ -108,21 +108,20 @@ ADAM = "adam"
 _Options = Mapping[str, Any]
 
 
-def _adam(options: _Options) -> int:
-    return 2 + bool(options.get("amsgrad"))
-
-
-def _momentum(options: _Options) -> int:
-    return int(bool(options.get("momentum")))
+def _count(least: int, *more: str) -> Callable[[_Options], int]:
+    """Return what counts so many tensors, and one for each of these options that is on."""
+    return lambda options: least + sum(bool(options.get(name)) for name in more)
 
 
 STATE_TENSORS: dict[str, Callable[[_Options], int]] = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "muadam", "muadamw"), _adam),
-    **dict.fromkeys(("nadam", "radam", "adamax", "lamb", "fusedlamb", "adadelta", "rprop"), lambda _: 2),
-    **dict.fromkeys(("lion", "fusedlion", "deepspeedcpulion"), lambda _: 1),
-    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "asgd"), lambda _: 1),
-    **dict.fromkeys(("sgd", "musgd"), _momentum),
-    "rmsprop": lambda options: 1 + bool(options.get("centered")) + _momentum(options),
+    **dict.fromkeys(
+        ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "muadam", "muadamw"), _count(2, "amsgrad")
+    ),
+    **dict.fromkeys(("nadam", "radam", "adamax", "lamb", "fusedlamb", "adadelta", "rprop"), _count(2)),
+    **dict.fromkeys(("lion", "fusedlion", "deepspeedcpulion"), _count(1)),
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "asgd"), _count(1)),
+    **dict.fromkeys(("sgd", "musgd"), _count(0, "momentum")),
+    "rmsprop": _count(1, "centered", "momentum"),
 }
 """Lower-case name -> how many tensors of a parameter's size it keeps: names of DeepSpeed's configuration, of
 `torch.optim`, and of DeepSpeed's own classes."""

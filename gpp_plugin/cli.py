@@ -30,62 +30,36 @@ BENCHMARKS = "gpp_benchmarks"
 
 
 class Command(NamedTuple):  # a dataclass would load `inspect`, a tenth of the time of gpp --help
-    """A sub-command: the module with its ``add_arguments(parser)`` and ``run(args) -> dict``.
-
-    Modules are imported only for the command that is run, so that ``gpp --help`` needs no torch.
-    """
+    """A sub-command."""
 
     name: str
-    module: str
     help: str
 
+    @property
+    def module(self) -> str:
+        """Return the module with its ``add_arguments(parser)`` and ``run(args) -> dict``.
 
+        Modules are imported only for the command that is run, so that ``gpp --help`` needs no torch.
+        """
+        return _ELSEWHERE.get(self.name, f"gpp_plugin.commands.{self.name}_command")
+
+
+_ELSEWHERE = {"demo": "gpp_plugin.demo.demo_run", "doctor": "gpp_plugin.doctor.checks"}
 COMMANDS = (
+    Command("demo", "train a CLIP on handwritten digits on a graph of stages"),
+    Command("doctor", "check what is installed and which backends work, and say what to do"),
+    Command("plan", "plan a model's stages for a cluster, without weights or devices"),
+    Command("simulate", "predict the timeline of a plan"),
+    Command("rehearse", "run a plan's processes and messages here, with delays in place of compute"),
     Command(
-        name="demo",
-        module="gpp_plugin.demo.demo_run",
-        help="train a CLIP on handwritten digits on a graph of stages",
+        "compare",
+        "one process, stock DeepSpeed, the best chain and the graph: simulated, emulated or trained",
     ),
     Command(
-        name="doctor",
-        module="gpp_plugin.doctor.checks",
-        help="check what is installed and which backends work, and say what to do",
+        "backends", "measure what a model's forward takes on each backend, and say which would be chosen"
     ),
-    Command(
-        name="plan",
-        module="gpp_plugin.commands.plan_command",
-        help="plan a model's stages for a cluster, without weights or devices",
-    ),
-    Command(
-        name="simulate",
-        module="gpp_plugin.commands.simulate_command",
-        help="predict the timeline of a plan",
-    ),
-    Command(
-        name="rehearse",
-        module="gpp_plugin.commands.rehearse_command",
-        help="run a plan's processes and messages here, with delays in place of compute",
-    ),
-    Command(
-        name="compare",
-        module="gpp_plugin.commands.compare_command",
-        help="one process, stock DeepSpeed, the best chain and the graph: simulated, emulated or trained",
-    ),
-    Command(
-        name="backends",
-        module="gpp_plugin.commands.backends_command",
-        help="measure what a model's forward takes on each backend, and say which would be chosen",
-    ),
-    Command(
-        name="report",
-        module="gpp_plugin.commands.report_command",
-        help="show a plan or a timeline, or write it as a trace",
-    ),
-    Command(
-        name="convert",
-        module="gpp_plugin.commands.convert_command",
-        help="turn a checkpoint into a single process's, into DeepSpeed's universal one, or back",
-    ),
+    Command("report", "show a plan or a timeline, or write it as a trace"),
+    Command("convert", "turn a checkpoint into a single process's, into DeepSpeed's universal one, or back"),
 )
 
 

@@ -27,7 +27,7 @@ MOVED = {
     "gpp_plugin.demo.digits": "gpp_plugin.demo.clip",
     "gpp_plugin.doors": "gpp_plugin.plugins",
     "gpp_plugin.extensions": "gpp_plugin.plugins",
-    "gpp_plugin.integrations.huggingface.seq2seq_trainer": "gpp_plugin.integrations.trainer.seq2seq_trainer",
+    "gpp_plugin.integrations.huggingface.seq2seq_trainer": "gpp_plugin.integrations.trainer.trainer",
     "gpp_plugin.integrations.huggingface.trainer": "gpp_plugin.integrations.trainer.trainer",
     "gpp_plugin.plan.costs.cache_parallelism": "gpp_plugin.plan.costs.long_context",
     "gpp_plugin.plan.plan_schedules": "gpp_plugin.plan.choose_schedule",

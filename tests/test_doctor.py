@@ -14,25 +14,17 @@ TORCH = Package(name="torch", least=(2, 11), tested=(2, 13))
 HF = Package(name="transformers", least=(5, 0), tested=(5, 23), purpose="HuggingFace models")
 
 
+OLDER = "2.10.1 is older than 2.11: pip install --upgrade 'torch>=2.11'"
+NEWER = "2.14.0a1 is newer than 2.13, the last one tried; if something fails, try 2.13"
+
+
 @pytest.mark.parametrize(
     ("package", "version", "status", "advice", "fails"),
     [
         (TORCH, "2.13.0+cpu", Status.OK, "", False),
         (TORCH, "2.11.0", Status.OK, "", False),
-        (
-            TORCH,
-            "2.10.1",
-            Status.FAILED,
-            "2.10.1 is older than 2.11: pip install --upgrade 'torch>=2.11'",
-            True,
-        ),
-        (
-            TORCH,
-            "2.14.0a1",
-            Status.WARNING,
-            "2.14.0a1 is newer than 2.13, the last one tried; if something fails, try 2.13",
-            False,
-        ),
+        (TORCH, "2.10.1", Status.FAILED, OLDER, True),
+        (TORCH, "2.14.0a1", Status.WARNING, NEWER, False),
         (TORCH, None, Status.MISSING, "pip install 'torch>=2.11'", True),
         (HF, None, Status.MISSING, "pip install 'transformers>=5.0' for HuggingFace models", False),
     ],

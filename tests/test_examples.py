@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ from transformers import CLIPModel
 
 from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.reader import read_config
+from gpp_plugin.launch import reserved_port
 from tests.ranks import run_kept_ranks
 from tests.waits import communicate
 
@@ -26,9 +26,8 @@ def launcher(name):
     program = Path(sys.executable).parent / name
     if name == "torchrun":
         return [str(program), "--standalone", "--nproc-per-node", "4"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    with reserved_port() as port:
+        pass
     return [str(program), "--num_gpus", "4", "--master_port", str(port)]
 
 
@@ -80,9 +79,8 @@ def test_graphs_of_stages_train_as_the_examples_say(name, example, said):
 
 
 def read_digits(name, config):
-    spec = importlib.util.spec_from_file_location(
-        "digit_readers", ROOT / "examples" / "train_digit_readers.py"
-    )
+    path = ROOT / "examples" / "train_digit_readers.py"
+    spec = importlib.util.spec_from_file_location("digit_readers", path)
     example = importlib.util.module_from_spec(spec)
     sys.modules["digit_readers"] = example
     spec.loader.exec_module(example)
@@ -102,22 +100,15 @@ def test_the_slurm_script_starts_a_torchrun_a_node(tmp_path):
     for name, text in (("scontrol", "printf 'n7\\nn8\\n'"), ("srun", 'echo "$OMP_NUM_THREADS|$*"')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {
-        "JOB_NODELIST": "n[7-8]",
-        "JOB_NUM_NODES": 2,
-        "JOB_ID": 123456,
-        "GPUS_ON_NODE": 8,
-        "CPUS_PER_TASK": 64,
-    }
-    environment = {f"SLURM_{name}": str(value) for name, value in slurm.items()}
+    given = "JOB_NODELIST=n[7-8] JOB_NUM_NODES=2 JOB_ID=123456 GPUS_ON_NODE=8 CPUS_PER_TASK=64"
+    environment = dict(f"SLURM_{word}".split("=") for word in given.split())
+    environment["PATH"] = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     command = ["bash", str(ROOT / "examples" / "several_nodes.sbatch")]
-    path = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
-    done = subprocess.run(
-        [*command, "train.py", "--steps", "2"], env={**environment, **path}, capture_output=True, text=True
-    )
+    words = [*command, "train.py", "--steps", "2"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
     assert done.stderr == "" and done.stdout.strip() == (
         "8|--kill-on-bad-exit=1 torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-id 123456 "
         "--rdzv-endpoint n7:23456 --tee 3 train.py --steps 2"
     )
-    assert subprocess.run(command, env=environment | path, capture_output=True).returncode == 2
+    assert subprocess.run(command, env=environment, capture_output=True).returncode == 2
     assert subprocess.run(["bash", "-n", str(ROOT / "examples" / "two_nodes_here.sh")]).returncode == 0

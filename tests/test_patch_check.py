@@ -7,6 +7,7 @@ import shlex
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,13 +61,11 @@ def test_patches_are_read_whole() -> None:
 
 @needs_pinned
 def test_the_pinned_releases_need_all_and_the_command_applies_them(root: Path) -> None:
-    findings = check_patches(PATCHES, dict.fromkeys(PACKAGES, root))
-    assert {finding.need for finding in findings} == {Need.NEEDED}
-    (command,) = apply_commands(findings)
+    assert set(needs(root)) == {Need.NEEDED}
+    (command,) = apply_commands(check_patches(PATCHES, dict.fromkeys(PACKAGES, root)))
     subprocess.run(shlex.split(command), check=True)
-    after = check_patches(PATCHES, dict.fromkeys(PACKAGES, root))
-    assert {finding.need for finding in after} == {Need.ALREADY_IN}
-    assert apply_commands(after) == []
+    assert set(needs(root)) == {Need.ALREADY_IN}
+    assert apply_commands(check_patches(PATCHES, dict.fromkeys(PACKAGES, root))) == []
 
 
 @needs_pinned
@@ -113,9 +112,7 @@ def test_packages_without_the_files_or_not_there_at_all(tmp_path: Path) -> None:
 
 
 @needs_pinned
-def test_the_command_line(
-    root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_line(root: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "package_root", lambda package: root if package == "deepspeed" else None)
     assert main(["doctor", "--patches", "--json"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -126,14 +123,10 @@ def test_the_command_line(
     assert all(command in lines for command in result["commands"])
 
 
-def test_a_directory_without_patches_takes_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_directory_without_patches_takes_one_line(tmp_path: Path, capsys: Any) -> None:
     assert main(["doctor", "--patches", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
-        f"gpp doctor: --patches: no patches in {tmp_path}; give the directory "
-        "with the folders PACKAGE-VERSION\n"
-    )
+    advice = "give the directory with the folders PACKAGE-VERSION"
+    assert capsys.readouterr().err == f"gpp doctor: --patches: no patches in {tmp_path}; {advice}\n"
     broken = tmp_path / "deepspeed-1.0" / "0001-nothing.patch"
     broken.parent.mkdir()
     broken.write_text("Nothing\n")

@@ -17,7 +17,7 @@ from gpp_benchmarks._topology_models import (
 )
 from gpp_benchmarks._topology_peers import Step
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron.megatron_peer import MegatronPeer, PeerModule
+from gpp_plugin.integrations.megatron.p2p import MegatronPeer, PeerModule
 
 
 def megatron_step(topology: Topology) -> Step:

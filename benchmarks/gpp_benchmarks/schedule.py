@@ -136,8 +136,7 @@ def _race(
     plans: Sequence[PipelinePlan], num_ranks: int, peers: tuple[str, ...], race: Callable[..., Any]
 ) -> list[dict[str, Any]]:
     """Run plans and, in turn with each, its stages in a line on other runtimes; return their rows."""
-    from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark
-    from gpp_plugin.compare.chains import Chain
+    from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Chain
 
     contests = []
     for plan in plans:

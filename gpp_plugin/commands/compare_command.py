@@ -6,14 +6,16 @@ Simulated on a cluster that need not be there, emulated with delays in place of 
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import make_request, plan_for
+from gpp_plugin.api import make_request
 from gpp_plugin.commands.command_parser import add_keys, add_size, command_names, read_sizes
 from gpp_plugin.commands.plan_command import KEYS as PLAN_KEYS
+from gpp_plugin.commands.plan_command import plan_with
 from gpp_plugin.compare.compare_settings import (
     GRAPH,
     MODES,
@@ -134,7 +136,7 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         "step by step"
     )
     rows = compare_modes(settings, tell=_print_filled)
-    print(f"\n{format_comparison(rows)}")
+    print(f"\n{format_modes(rows, TRAINED)}")
     return _finish(args, rows)
 
 
@@ -175,15 +177,6 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     with step("capture"):
         request = _request(args)
 
-    def make(request: PlanRequest) -> Any:
-        return plan_for(
-            request,
-            planner=options.planner,
-            schedule=options.schedule,
-            slicing=options.slicing,
-            p2p=options.p2p,
-        )
-
     _print_filled(
         f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
         f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
@@ -196,10 +189,10 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
             progress.note(mode)
 
         with searching(lambda phase: progress.note(f"{mode_at[0]}, {phase}")):
-            rows = simulate_modes(request, modes, make, tell=begin)
+            rows = simulate_modes(request, modes, functools.partial(plan_with, options), tell=begin)
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
-    print(f"\n{format_simulated(rows)}")
+    print(f"\n{format_modes(rows, _SIMULATED)}")
     return rows
 
 
@@ -228,7 +221,7 @@ def _emulate(args: argparse.Namespace, settings: CompareSettings) -> list[dict[s
     )
     scale = 1.0 if args.scale_time is None else args.scale_time
     rows = compare_emulated(settings, scale_time=scale, tell=_print_filled)
-    print(f"\n{format_emulated(rows)}")
+    print(f"\n{format_modes(rows, _EMULATED)}")
     return rows
 
 
@@ -354,74 +347,40 @@ def _modes(args: argparse.Namespace) -> tuple[str, ...]:
     return modes
 
 
-def format_comparison(rows: list[dict[str, Any]]) -> str:
-    """Return the table of a comparison's rows; a chain among them is simulated, and has no measured time."""
-    header = [
-        "mode", "how", "ranks", "stages", "iteration ms", "simulated ms", "start-up s", "bubble",
-        "most bytes of a rank", "loss difference",
-    ]  # fmt: skip
-    return _table(
-        header,
-        rows,
-        lambda row: [
-            str(row["stages"]),
-            _number(row.get("iteration_ms"), ".1f"),
-            _number(row.get("predicted_ms"), ".1f"),
-            _number(row.get("startup_s"), ".1f"),
-            _number(row.get("bubble"), ".1%"),
-            format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "-",
-            _number(row.get("max_loss_difference"), ".1e"),
-        ],
-    )
+Row = dict[str, Any]
 
 
-def format_emulated(rows: list[dict[str, Any]]) -> str:
-    """Return the table of rows with emulated compute."""
-    header = ["mode", "how", "ranks", "stages", "depth", "iteration ms", "simulated ms", "bubble"]
-    return _table(
-        header,
-        rows,
-        lambda row: [
-            str(row["stages"]),
-            str(row["depth"]),
-            f"{row['iteration_ms']:.1f}",
-            f"{row['predicted_ms']:.1f}",
-            f"{row['bubble']:.1%}",
-        ],
-    )
+def _cell(key: str, form: str) -> Callable[[Row, float | None], str]:
+    return lambda row, _: "-" if row.get(key) is None else format(row[key], form)
 
 
-def format_simulated(rows: list[dict[str, Any]]) -> str:
-    """Return the table of rows that were only simulated."""
-    header = ["mode", "how", "ranks", "stages", "depth", "iteration ms", "fullest rank", "graph is"]
-    ratios = speed_ups(rows)
-    return _table(
-        header,
-        rows,
-        lambda row: [
-            str(row["stages"]),
-            str(row["depth"]),
-            f"{row['iteration_ms']:.1f}",
-            format_bytes(row["peak_bytes"]) + ("" if row["fits"] else " (too much)"),
-            f"{ratios[row['mode']]:.2f} x as fast" if row["mode"] in ratios else "-",
-        ],
-    )
+_COLUMNS: dict[str, Callable[[Row, float | None], str]] = {
+    "stages": _cell("stages", "d"),
+    "depth": _cell("depth", "d"),
+    "iteration ms": _cell("iteration_ms", ".1f"),
+    "simulated ms": _cell("predicted_ms", ".1f"),
+    "start-up s": _cell("startup_s", ".1f"),
+    "bubble": _cell("bubble", ".1%"),
+    "most bytes of a rank": lambda row, _: format_bytes(row["peak_bytes"]) if "peak_bytes" in row else "-",
+    "loss difference": _cell("max_loss_difference", ".1e"),
+    "fullest rank": lambda row, _: format_bytes(row["peak_bytes"]) + ("" if row["fits"] else " (too much)"),
+    "graph is": lambda row, ratio: "-" if ratio is None else f"{ratio:.2f} x as fast",
+}
+"""Heading -> the cell of a mode that could run, and of how many times quicker the graph is."""
+TRAINED = "stages, iteration ms, simulated ms, start-up s, bubble, most bytes of a rank, loss difference"
+"""Columns of a comparison; a chain among its rows is simulated, and has no measured time."""
+_EMULATED = "stages, depth, iteration ms, simulated ms, bubble"
+_SIMULATED = "stages, depth, iteration ms, fullest rank, graph is"
 
 
-def _table(
-    header: list[str], rows: list[dict[str, Any]], cells: Callable[[dict[str, Any]], list[str]]
-) -> str:
-    """Return the table of modes; ``cells`` are those behind mode, how and ranks, of a mode that could run."""
-    missing = ["-"] * (len(header) - 3)
-    lines = [
-        [row["mode"], row["how"], str(row["ranks"]), *(missing if "refused" in row else cells(row))]
-        for row in rows
-    ]
-    return format_table(header, lines, left=2)
-
-
-def _number(value: float | None, form: str) -> str:
-    return "-" if value is None else format(value, form)
+def format_modes(rows: list[Row], columns: str) -> str:
+    """Return the table of modes, with these columns behind mode, how and ranks."""
+    names, ratios = columns.split(", "), speed_ups(rows)
+    lines = []
+    for row in rows:
+        cells = ("-" if "refused" in row else _COLUMNS[name](row, ratios.get(row["mode"])) for name in names)
+        lines.append([row["mode"], row["how"], str(row["ranks"]), *cells])
+    return format_table(["mode", "how", "ranks", *names], lines, left=2)
 
 
 def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:

@@ -101,13 +101,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         request = _request(args)
     start = time.perf_counter()
     with step("plan") as progress, searching(progress.note):
-        plan = plan_for(
-            request,
-            planner=options.planner,
-            schedule=options.schedule,
-            slicing=options.slicing,
-            p2p=options.p2p,
-        )
+        plan = plan_with(options, request)
     seconds = time.perf_counter() - start
     against, lines = _against(args.against, options, request, plan, seconds)
     print(format_plan(plan, width=columns_of(args)))
@@ -123,11 +117,13 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
     papers = [] if layer is None else _on_paper(layer, request)
     # 64 samples in 80,000 us are 800 a second.
     throughput = plan.mini_batch / plan.iteration_us * 1e6 if plan.iteration_us else 0.0
+    dtype = request.cluster.devices[0].dtype
+    whose = "" if options.dtype is not None else f" (the cluster's; {name_of('dtype')} says another)"
     print()
     print(
         fill_text(
             f"{len(request.graph.blocks)} blocks planned on {request.cluster.name} in {seconds:.2f} s; costs: "
-            f"{request.profile.source}, of {request.profile.device} in {_dtype_text(request, options)}; "
+            f"{request.profile.source}, of {request.profile.device} in {dtype}{whose}; "
             f"{throughput:.1f} samples/s predicted"
         )
     )
@@ -138,8 +134,14 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         "rows": stage_rows(plan),
         "against": against,
         "edges": edge_rows(plan, options.p2p),
-        **_figures(plan),
-        "dtype": request.cluster.devices[0].dtype,
+        "model": plan.model,
+        "planner": plan.planner,
+        "plan": fingerprint(plan),
+        "num_stages": len(plan.stages),
+        "depth": plan.depth,
+        "num_ranks": plan.num_ranks,
+        "iteration_us": plan.iteration_us,
+        "dtype": dtype,
         "mini_batch": plan.mini_batch,
         "loss_unit": plan.loss_unit,
         "seconds": seconds,
@@ -147,6 +149,12 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
         "on_paper": papers,
     }
+
+
+def plan_with(options: PlanOptions, request: PlanRequest) -> PipelinePlan:
+    """Return the plan with the planner, order, slices and transport of the options."""
+    names = ("planner", "schedule", "slicing", "p2p")
+    return plan_for(request, **{name: getattr(options, name) for name in names})
 
 
 def _layer(model: str, options: PlanOptions) -> LayerShape:
@@ -242,21 +250,3 @@ def _request(args: argparse.Namespace) -> PlanRequest:
             f"{place_of(lengths[0])}: is for HuggingFace models; {args.model} has sizes: --size NAME=VALUE"
         )
     return make_request(args.model, sizes=read_sizes(args.size), **args.keys)
-
-
-def _dtype_text(request: PlanRequest, options: PlanOptions) -> str:
-    """Return the type that is trained in, and where it comes from if the user did not say."""
-    dtype = request.cluster.devices[0].dtype
-    return dtype if options.dtype is not None else f"{dtype} (the cluster's; {name_of('dtype')} says another)"
-
-
-def _figures(plan: PipelinePlan) -> dict[str, Any]:
-    return {
-        "model": plan.model,
-        "planner": plan.planner,
-        "plan": fingerprint(plan),
-        "num_stages": len(plan.stages),
-        "depth": plan.depth,
-        "num_ranks": plan.num_ranks,
-        "iteration_us": plan.iteration_us,
-    }

@@ -77,24 +77,35 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
     if args.overlap and args.cluster is None:
         raise ConfigError("--overlap needs --cluster: without links nothing takes time on its way")
-    if plan.mode == "async":
-        return _run_async(plan, args)
-    timeline = simulate(plan, args.cluster)
+    said, figures = "", dict[str, Any]()
+    if plan.mode == "async":  # some mini-batches, from an empty pipeline to an empty one
+        windows = simulate_async(plan, args.cluster)
+        timeline, whole = windows.timeline, windows.plan
+        names = ("num_windows", "steady_us", "fill_us", "drain_us")
+        figures = {name: getattr(windows, name) for name in names}
+        said = (
+            f"{windows.num_windows} mini-batches of an asynchronous plan: {format_ms(windows.steady_us)} ms each while "
+            f"the pipeline is full, {format_ms(windows.fill_us)} ms to fill it, {format_ms(windows.drain_us)} ms to "
+            "drain it"
+        )
+    else:
+        timeline, whole = simulate(plan, args.cluster), plan
+        ahead = simulate_ahead(plan, args.cluster)
+        if ahead is not None:
+            figures = {"look_ahead_us": ahead.steady_us}
+            said = (
+                f"frozen_prefetch: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, "
+                f"while the frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
+            )
     print(format_timeline(timeline, plan, **axis_of(args)))
+    if said:
+        print(fill_text(said, indent="  "))
     if args.out is not None:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(timeline))
-    ahead = simulate_ahead(plan, args.cluster)
-    if ahead is not None:
-        said = (
-            f"frozen_prefetch: {format_ms(ahead.steady_us)} ms a mini-batch, not {format_ms(ahead.whole_us)} ms, while "
-            f"the frozen stages {printable(', '.join(ahead.stages))} run the forwards of the next one"
-        )
-        print(fill_text(said, indent="  "))
-        summary["look_ahead_us"] = ahead.steady_us
+    summary = dataclasses.asdict(summarize_timeline(timeline)) | figures
     rows = [to_plain(event) for event in timeline.events]
-    return {"rows": rows, "summary": summary, **_overlap(plan, timeline, args)}
+    return {"rows": rows, "summary": summary, **_overlap(whole, timeline, args)}
 
 
 def _overlap(plan: PipelinePlan, timeline: Timeline, args: argparse.Namespace) -> dict[str, Any]:
@@ -102,39 +113,9 @@ def _overlap(plan: PipelinePlan, timeline: Timeline, args: argparse.Namespace) -
     if not args.overlap:
         return {}
     found = timeline_overlap(plan, timeline, read_cluster(args.cluster, num_devices=plan.num_ranks))
-    rows = [
-        [
-            each.kind,
-            str(each.count),
-            format_ms(each.travel_us),
-            format_ms(each.hidden_us),
-            f"{each.share:.1%}",
-        ]
-        for each in found
-    ]
+    rows = []
+    for each in found:
+        times = [format_ms(us) for us in (each.travel_us, each.hidden_us)]
+        rows.append([each.kind, str(each.count), *times, f"{each.share:.1%}"])
     print(format_table(["on its way", "number", "ms", "ms hidden", "share"], rows, left=1))
     return {"overlap": [{**to_plain(each), "share": each.share} for each in found]}
-
-
-def _run_async(plan: PipelinePlan, args: argparse.Namespace) -> dict[str, Any]:
-    """Print some mini-batches of an asynchronous plan, from an empty pipeline to an empty one."""
-    found = simulate_async(plan, args.cluster)
-    print(format_timeline(found.timeline, plan, **axis_of(args)))
-    # All zeros would simulate to an empty picture; a plan written by hand may lack times.
-    said = (
-        f"{found.num_windows} mini-batches of an asynchronous plan: {format_ms(found.steady_us)} ms each while the "
-        f"pipeline is full, {format_ms(found.fill_us)} ms to fill it, {format_ms(found.drain_us)} ms to drain it"
-    )
-    print(fill_text(said, indent="  "))
-    if args.out is not None:
-        save(found.timeline, args.out)
-        print(f"timeline written to {args.out}")
-    summary = dataclasses.asdict(summarize_timeline(found.timeline))
-    figures = {
-        "num_windows": found.num_windows,
-        "steady_us": found.steady_us,
-        "fill_us": found.fill_us,
-        "drain_us": found.drain_us,
-    }
-    rows = [to_plain(event) for event in found.timeline.events]
-    return {"rows": rows, "summary": {**summary, **figures}, **_overlap(found.plan, found.timeline, args)}

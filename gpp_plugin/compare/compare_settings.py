@@ -22,16 +22,7 @@ which is never trained, only simulated or emulated; the graph of stages."""
 _TEXT_LENGTH = 32
 """Tokens of a text, by default."""
 
-_GRAPH_ONLY = (
-    "plan",
-    "schedule",
-    "trace_path",
-    "slicing",
-    "memory",
-    "virtual_stages",
-    "colocate",
-    "tensor_parallel",
-)
+_GRAPH_ONLY = "plan schedule trace_path slicing memory virtual_stages colocate tensor_parallel".split()
 """Keys of the block that say how the graph runs, and nothing of a chain."""
 
 

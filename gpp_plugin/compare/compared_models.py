@@ -134,8 +134,6 @@ def build_model(settings: CompareSettings) -> BuiltModel:
     """
     name = settings.model
     torch.manual_seed(settings.seed)
-    if settings.sizes and name not in MODULES:
-        raise ConfigError(f"--size: is for the library models {', '.join(MODULES)}, not for {name}")
     if name in TINY or Path(name).exists():
         built = _huggingface_model(settings)
     elif name in MODULES:

@@ -11,13 +11,11 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, run_alternated
-from gpp_plugin.compare.chains import Chain
+from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Chain, run_alternated
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.simulated import best_chain
@@ -41,12 +39,6 @@ _CAPTURING = "gpp compare captures the request"
 """A planner's name that no package has: only `captured_request` lends it, for a moment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Planned:
-    plan: PipelinePlan
-    reference: Reference | None  # of what was captured; a chain's blocks are in another order
-
-
 def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell) -> list[dict[str, Any]]:
     """Plan and run the pipelines with emulated compute, and return a row each.
 
@@ -66,30 +58,27 @@ def compare_emulated(settings: CompareSettings, *, scale_time: float, tell: Tell
     built = build_model(settings)
     # One folder of measured costs for all modes: each plans on the very numbers the first one measured, as far as
     # they need the same, so they differ by their planners alone.
-    planned: dict[str, _Planned | str] = {}
+    planned: dict[str, PipelinePlan | str] = {}
+    stock = None
     with tempfile.TemporaryDirectory(prefix="gpp_profiles_") as folder:
         for mode in modes:
             tell(f"{mode}: capturing, measuring and planning")
-            planned[mode] = _plan(mode, built, settings, folder, scale_time)
+            try:
+                if mode == CHAIN:
+                    planned[mode] = scale_times(chain_of(built, settings, folder), scale_time)
+                    continue
+                reference, plan = _prepare_plan(built, settings, settings.config_of(mode, folder))
+            except PlanError as error:
+                planned[mode] = str(error)
+                continue
+            planned[mode] = plan = scale_times(plan, scale_time)
+            if mode == STOCK:
+                stock = stock_chain(plan, reference)
     if all(isinstance(found, str) for found in planned.values()):
         raise ConfigError(f"no mode can run this; {modes[0]}: {planned[modes[0]]}")
-    times = _run({m: p for m, p in planned.items() if isinstance(p, _Planned)}, settings, tell)
+    plans = {mode: plan for mode, plan in planned.items() if isinstance(plan, PipelinePlan)}
+    times = _run(plans, stock, settings, tell)
     return [_row(mode, planned[mode], times.get(mode, []), settings) for mode in modes]
-
-
-def _plan(
-    mode: str, built: BuiltModel, settings: CompareSettings, folder: str, scale_time: float
-) -> _Planned | str:
-    """Return the plan of a mode, or why there is none; the best chain's graph is the model's in a line."""
-    reference = None
-    try:
-        if mode == CHAIN:
-            plan = chain_of(built, settings, folder)
-        else:
-            reference, plan = _prepare_plan(built, settings, settings.config_of(mode, folder))
-    except PlanError as error:
-        return str(error)
-    return _Planned(plan=scale_times(plan, scale_time), reference=reference)
 
 
 def _prepare_plan(
@@ -141,7 +130,9 @@ def captured_request(built: BuiltModel, settings: CompareSettings, folder: str) 
     return requests[0]
 
 
-def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) -> dict[str, list[float]]:
+def _run(
+    planned: dict[str, PipelinePlan], stock: Chain | None, settings: CompareSettings, tell: Tell
+) -> dict[str, list[float]]:
     """Return the times of every step in ms; the modes take turns where they need the same number of ranks."""
     # By number of ranks: {4: {"plans": {"graph": ...}, "chain": ..., "runtimes": ...}} where both need 4, so
     # that they alternate; {4: {"plans": ...}, 2: {"chain": ..., ...}} where stock is a chain of 2 replicated
@@ -149,15 +140,10 @@ def _run(planned: dict[str, _Planned], settings: CompareSettings, tell: Tell) ->
     by_ranks: dict[int, dict[str, Any]] = {}
     for mode in (CHAIN, GRAPH):
         if mode in planned:
-            plan = planned[mode].plan
-            by_ranks.setdefault(plan.num_ranks, {}).setdefault("plans", {})[mode] = plan
-    if STOCK in planned:
-        reference = planned[STOCK].reference
-        assert reference is not None
-        chain = stock_chain(planned[STOCK].plan, reference)
-        if chain is not None:
-            by_ranks.setdefault(chain.num_stages, {}).update(chain=chain, runtimes=(_PEER,))
-    seconds = sum(p.plan.iteration_us for p in planned.values()) / 1e6
+            by_ranks.setdefault(planned[mode].num_ranks, {}).setdefault("plans", {})[mode] = planned[mode]
+    if stock is not None:
+        by_ranks.setdefault(stock.num_stages, {}).update(chain=stock, runtimes=(_PEER,))
+    seconds = sum(plan.iteration_us for plan in planned.values()) / 1e6
     times: dict[str, list[float]] = {}
     for num_ranks, parts in by_ranks.items():
         benchmark = AlternatedBenchmark(name="step", **{"plans": {}, **parts})
@@ -187,12 +173,11 @@ def stock_chain(plan: PipelinePlan, reference: Reference) -> Chain | None:
 
 
 def _row(
-    mode: str, planned: _Planned | str, times_ms: list[float], settings: CompareSettings
+    mode: str, plan: PipelinePlan | str, times_ms: list[float], settings: CompareSettings
 ) -> dict[str, Any]:
     row: dict[str, Any] = {"mode": mode, "how": "emulated", "ranks": settings.num_ranks}
-    if isinstance(planned, str):
-        return {**row, "refused": planned}
-    plan = planned.plan
+    if isinstance(plan, str):
+        return {**row, "refused": plan}
     if not times_ms:
         return {**row, "refused": "the plan is a single stage: there is no pipeline to emulate"}
     iteration_ms = statistics.median(times_ms)

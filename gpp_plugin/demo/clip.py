@@ -11,8 +11,6 @@ from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 from transformers import CLIPConfig, CLIPModel
 
-from gpp_plugin.demo.demo_settings import DemoSettings
-
 # The demo's data: scikit-learn's 1,797 handwritten digits, each with a written caption.
 #
 # Everything ships in a package; nothing is downloaded. A caption is a template with the digit's name; the
@@ -194,20 +192,3 @@ def _features(output: Tensor) -> Tensor:
     """Return unit vectors; transformers 5 wraps the projected features in an output object."""
     features: Tensor = getattr(output, "pooler_output", output)
     return features / features.norm(dim=-1, keepdim=True)
-
-
-def train_in_one_process(data: DigitData, settings: DemoSettings, steps: int) -> Iterator[float]:
-    """Yield the loss of each of the first ``steps`` steps."""
-    model = make_clip(data.tokenizer, seed=settings.seed)
-    # "torch_adam" is DeepSpeed's word for torch's AdamW instead of its fused one; torch does not know it.
-    params = {k: v for k, v in settings.optimizer_block()["params"].items() if k != "torch_adam"}
-    optimizer = torch.optim.AdamW(model.parameters(), **params)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, settings.learning_rate_factor)
-    model.train()
-    for batch in mini_batches(data.train, mini_batch=settings.mini_batch, steps=steps, seed=settings.seed):
-        loss = model(**batch, return_loss=True).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        yield loss.item()

@@ -136,7 +136,7 @@ class StageGroups:
         world = new_group(list(range(plan.num_ranks)))
         single = new_group([dist.get_rank()], use_local_synchronization=True)
 
-        def make_one_of(grids: Iterable[Sequence[int]], **other: str | None) -> dist.ProcessGroup | int:
+        def make_one_of(grids: Iterable[Sequence[int]], **other: Any) -> dist.ProcessGroup | int:
             return _own([new_group(list(ranks), **other) for ranks in grids])
 
         data = tuple(

@@ -21,7 +21,7 @@ from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.integrations.huggingface import hf_weights
 from gpp_plugin.integrations.huggingface.model_inputs import (
     NUM_ITEMS,
     check_counted,
@@ -596,7 +596,7 @@ class ModelSource:
             }
             save_stages(directory, states=named, plan=plan, rank=rank, group=group)
             return
-        pretrained_files.save_pretrained(
+        hf_weights.save_pretrained(
             directory,
             model=_module_of(whole),
             states={index: state for index, state in states.items() if plan.stages[index].ranks[0] == rank},

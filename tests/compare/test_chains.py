@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpp_plugin.compare.chains import RUNTIMES, Chain, make_iteration, time_iterations
+from gpp_plugin.compare.alternated_benchmarks import RUNTIMES, Chain, make_iteration, time_iterations
 from tests.ranks import run_kept_ranks
 
 

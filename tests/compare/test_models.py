@@ -110,8 +110,3 @@ def test_what_is_no_model_is_refused(own, name, message):
 def test_a_batch_of_another_size_is_refused(own):
     with pytest.raises(ConfigError, match="has 4 samples, train_batch_size is 8"):
         build_model(settings("own_model:short")).batch_at(0)
-
-
-def test_sizes_are_for_library_models():
-    with pytest.raises(ConfigError, match="--size: is for the library models"):
-        build_model(settings("clip_tiny", sizes={"layers": 1}))

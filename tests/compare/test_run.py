@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpp_plugin.cli import main
-from gpp_plugin.commands.compare_command import format_comparison, remarks, speed_ups
+from gpp_plugin.commands.compare_command import TRAINED, format_modes, remarks, speed_ups
 from gpp_plugin.compare.compare_run import ModeResult, result_rows
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
@@ -76,35 +76,36 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
+        ("gpt2_tiny --mini-batch 6", "--loss-unit: 4 does not divide --mini-batch 6"),
+        ("gpt2_tiny --scale-time 2", "--scale-time: is for --emulate"),
+        ("gpt2_tiny --emulate --modes single", "give --modes stock,chain,graph"),
+        ("gpt2_tiny --config absent.json", "absent.json: cannot be read"),
         (
-            ["--modes", "single,fast"],
-            "modes: single, fast; give some of single, stock, chain, graph, once each",
+            "gpt2_tiny --config ds.json --mini-batch 8 --stages 2",
+            "--mini-batch, --stages: cannot be combined",
         ),
-        (["--steps", "0"], "steps: 0 is not valid; give at least 1"),
-        (["--size", "layers=2"], "--size: is for library models"),
-        (["--mini-batch", "6"], "--loss-unit: 4 does not divide --mini-batch 6"),
-        (["--scale-time", "2"], "--scale-time: is for --emulate"),
-        (["--emulate", "--modes", "single"], "give --modes stock,chain,graph"),
-        (["--config", "absent.json"], "absent.json: cannot be read"),
+        ("gpt3_tiny", "no such file or model; did you mean 'gpt2_tiny'?"),
+        ("mmt --cluster summit --emulate", "--cluster: simulates, without --config and --emulate"),
+        ("mmt --cluster sumit", "did you mean 'summit'?"),
+        ("mmt --dtype bf16", "--dtype: is for --cluster"),
+        ("mmt --modes chain", "modes: chain is never trained; add graph, or give --emulate or --cluster"),
+        ("mmt --cluster summit --devices 3 --stages 2 --modes stock", "no mode can run this; stock: "),
+        ("mmt --modes stok", "modes: stok; did you mean 'stock'?"),
+        ("mmt --cluster summit --length 64", "--length: is for HuggingFace models; mmt has sizes: --size"),
+        ("clip-l14 --size layers=2", "--size: is for library models (mmt, dlrm, "),
+        ("clip_tiny --size layers=2", "--size: is for library models (mmt, dlrm, "),
+        ("mine:make --length 64", "--length: the batches are those that mine:make returns"),
     ],
 )
-def test_wrong_options_are_one_line(arguments, message, capsys):
-    assert main(["compare", "gpt2_tiny", *arguments]) == 1
-    assert message in capsys.readouterr().err
-
-
-def test_a_model_that_is_none_ends_the_comparison(capsys):
-    assert main(["compare", "gpt3_tiny", "--devices", "2", "--modes", "single"]) == 1
-    assert "no such file or model; did you mean 'gpt2_tiny'?" in capsys.readouterr().err
-
-
-def test_sizes_come_from_the_configuration_where_there_is_one(tmp_path, capsys):
-    path = tmp_path / "ds.json"
-    path.write_text("{}")
-    assert main(["compare", "gpt2_tiny", "--config", str(path), "--mini-batch", "8", "--stages", "2"]) == 1
-    assert "--mini-batch, --stages: cannot be combined with --config" in capsys.readouterr().err
+def test_wrong_options_are_one_line(words, message, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ds.json").write_text("{}")
+    (tmp_path / "mine.py").write_text("def make(): ...\n")
+    assert main(["compare", *words.split()]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("gpp compare: ") and message in error and error.count("\n") == 1
 
 
 def result(mode, times, losses, **more):
@@ -127,7 +128,7 @@ def test_rows_hold_medians_and_the_largest_relative_difference():
     assert graph["max_loss_difference"] == pytest.approx(0.01)
     assert stock == {"mode": "stock", "how": "measured", "ranks": 4, "refused": "it has three legs"}
     assert speed_ups(rows) == {"single": 2.0}
-    assert format_comparison(rows) == "\n".join(
+    assert format_modes(rows, TRAINED) == "\n".join(
         [
             "mode    how       ranks  stages  iteration ms  simulated ms  start-up s  bubble  most bytes of a rank  loss difference",
             "single  measured      4       1          20.0             -         1.5       -              2.00 KiB                -",

@@ -67,46 +67,6 @@ def test_compare_on_a_cluster_needs_no_ranks(capsys):
     assert "x as fast as stock" in printed and "next: gpp" in printed
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--cluster", "summit", "--emulate"], "--cluster: simulates, without --config and --emulate"),
-        (["--cluster", "sumit"], "did you mean 'summit'?"),
-        (["--dtype", "bf16"], "--dtype: is for --cluster"),
-        (["--modes", "chain"], "modes: chain is never trained; add graph, or give --emulate or --cluster"),
-        (
-            ["--cluster", "summit", "--devices", "3", "--stages", "2", "--modes", "stock"],
-            "no mode can run this; stock: ",
-        ),
-        (["--modes", "stok"], "modes: stok; did you mean 'stock'?"),
-        (
-            ["--cluster", "summit", "--length", "64"],
-            "--length: is for HuggingFace models; mmt has sizes: --size",
-        ),
-    ],
-)
-def test_wrong_options_of_a_simulation(arguments, message, capsys):
-    assert main(["compare", "mmt", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert message in error and error.count("\n") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["clip-l14", "--size", "layers=2"], "--size: is for library models (mmt, dlrm, "),
-        (["clip_tiny", "--size", "layers=2"], "--size: is for library models (mmt, dlrm, "),
-        (["mine:make", "--length", "64"], "--length: the batches are those that mine:make returns"),
-    ],
-)
-def test_options_that_would_change_nothing_are_refused(arguments, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text("def make(): ...\n")
-    assert main(["compare", *arguments]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"gpp compare: {message}") and error.count("\n") == 1
-
-
 def arguments(model="llava-7b", *, emulate=False, **keys):
     keys = {"num_devices": 64, **keys}
     return argparse.Namespace(

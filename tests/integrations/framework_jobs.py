@@ -19,11 +19,14 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     whole_fragment,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
-from gpp_plugin.ir.plan import PipelinePlan
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
 RATE = 0.05
+
+
+def nothing(*args: Any, **given: Any) -> None:
+    """Do nothing: what plain SGD does not need."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class PlainOptimizer:
     norm_precision = torch.float64
     lr_scheduler = None
     loss_scale = 1.0
+    require = advance_rates = refresh_masters = written = adopt_written = publish_to = nothing
+    load_shared_state = close = nothing
 
     def __init__(self, module: nn.Module) -> None:
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -53,15 +58,11 @@ class PlainOptimizer:
         self.optimizer = torch.optim.SGD(stepped, lr=RATE)
         self.counted: tuple[int, int] = (0, 0)
 
-    def require(self) -> None: ...
-
     def apply(self, gradients: Any, *, coefficient: float) -> None:
         for name, parameter in self.trained.items():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient * coefficient
         self.optimizer.step()
-
-    def advance_rates(self) -> None: ...
 
     def rates(self) -> tuple[float, ...]:
         return (RATE,)
@@ -77,16 +78,8 @@ class PlainOptimizer:
     def master(self, name: str) -> Tensor:
         return self.trained[name].detach().clone()
 
-    def refresh_masters(self) -> None: ...
-
-    def written(self) -> None: ...
-
-    def adopt_written(self) -> None: ...
-
     def flat_weights(self) -> tuple[Any, ...]:
         return ()
-
-    def publish_to(self, parts: Sequence[Tensor]) -> None: ...
 
     def own_tensors(self) -> list[Tensor]:
         return list(self.trained.values())
@@ -110,14 +103,11 @@ class PlainOptimizer:
     def shared_state(self) -> dict[str, Any]:
         return {}
 
-    def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None: ...
-
-    def close(self) -> None: ...
-
 
 class PlainFramework:
     name = "plain torch"
     enabled = True
+    check_shared_out = check_transport = nothing
 
     def __init__(self, ds_config: Mapping[str, Any], **given: Any) -> None:
         self.events: list[tuple[str, float, int]] = []
@@ -125,15 +115,11 @@ class PlainFramework:
     def make_optimizer(self, module: nn.Module, replica: Any) -> PlainOptimizer:
         return PlainOptimizer(module)
 
-    def check_shared_out(self, plan: PipelinePlan) -> None: ...
-
     def make_monitor(self) -> PlainFramework:
         return self
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
         self.events += event_list
-
-    def check_transport(self, device: torch.device) -> None: ...
 
     def make_transport(self, native: Any, *args: Any, **given: Any) -> Any:
         return native

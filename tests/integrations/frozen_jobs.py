@@ -73,7 +73,7 @@ def train_frozen(tasks: list[Job]) -> list[dict[str, Any]]:
 
 def optimizer_elements(stage_engine: Any) -> int:
     """Return the elements of all state tensors of the stage's optimizer that are as large as its parameters."""
-    inner = stage_engine.updater._inner_optimizer
+    inner = stage_engine.updater._masters.optimizer
     if inner is None:
         return 0
     return sum(

@@ -27,51 +27,20 @@ def generating(name: str) -> Built:
 
         zoo = CATALOGUE[name]
         return build_model(zoo), lambda number, seed=0: zoo.batch(number, 12)
-    if name not in ("llama", "bart"):
-        return build(name, layers=4 if name == "gpt2" else 2, dropout=0.1)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = _llama() if name == "llama" else _bart()
-    return model.train(), build("gpt2" if name == "llama" else "t5")[1]
-
-
-def _llama() -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=64,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=PAD,
-        )  # fmt: skip
-    )
-
-
-def _bart() -> nn.Module:
+    if name != "bart":
+        return build(name, layers=4 if name in ("gpt2", "llama") else 2, dropout=0.1)
     from transformers import BartConfig, BartForConditionalGeneration
 
-    return BartForConditionalGeneration(
-        BartConfig(
-            vocab_size=VOCABULARY,
-            d_model=32,
-            encoder_layers=2,
-            decoder_layers=2,
-            encoder_attention_heads=4,
-            decoder_attention_heads=4,
-            encoder_ffn_dim=64,
-            decoder_ffn_dim=64,
-            max_position_embeddings=32,
-            dropout=0.1,
-            forced_eos_token_id=None,
-        )  # fmt: skip
-    )
+    towers = {
+        f"{tower}_{size}": number
+        for tower in ("encoder", "decoder")
+        for size, number in {"layers": 2, "attention_heads": 4, "ffn_dim": 64}.items()
+    }
+    sizes = {"vocab_size": VOCABULARY, "d_model": 32, "max_position_embeddings": 32, **towers}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = BartForConditionalGeneration(BartConfig(**sizes, dropout=0.1, forced_eos_token_id=None))
+    return model.train(), build("t5")[1]
 
 
 def prompts(name: str, number: int = 4) -> dict[str, Tensor]:
@@ -142,6 +111,17 @@ def alone(
     return answers
 
 
+def generate_ways(
+    engine: Any, name: str, given: dict[str, Tensor] | None = None
+) -> dict[str, list[list[int]]]:
+    """Generate in all ways; ranks are seeded apart, since rank 0 decides."""
+    found = {}
+    for way, options in ways(name).items():
+        torch.manual_seed(5 + engine.global_rank)
+        found[way] = engine.generate(**copy.deepcopy(given or prompts(name)), **options).tolist()
+    return found
+
+
 def generate_all(
     names: tuple[str, ...], block: dict[str, Any], refuses: bool = False, micro_batches: tuple[Any, ...] = ()
 ) -> dict[str, Any]:
@@ -155,10 +135,7 @@ def generate_all(
         engine = engine_of(name, block=block)
         state = engine.gather_state_dict()
         expected = alone(name, state) if engine.global_rank == 0 else {}
-        found = {}
-        for way, options in ways(name).items():
-            torch.manual_seed(5 + engine.global_rank)  # ranks may be seeded apart: rank 0 decides
-            found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+        found = generate_ways(engine, name)
         report = engine.cache_report()
         for number in micro_batches:
             answers[f"{name} in {number}"] = in_micro_batches(engine, name, number) | {"expected": expected}
@@ -179,11 +156,8 @@ def in_micro_batches(engine: Any, name: str, number: Any) -> dict[str, Any]:
     from gpp_plugin.errors import GppError
 
     set_generation(engine, micro_batches=number)
-    found, given, said = {}, prompts(name), ""
-    for way, options in ways(name).items():
-        torch.manual_seed(5 + engine.global_rank)
-        found[way] = engine.generate(**copy.deepcopy(given), **options).tolist()
-    report = engine.cache_report()
+    given, said = prompts(name), ""
+    found, report = generate_ways(engine, name), engine.cache_report()
     try:
         given["input_ids"][3, -1] = 10**6  # no such token: the rank of the embedding fails in one part
         engine.generate(**given, **ways(name)["greedy"])
@@ -244,10 +218,7 @@ def generate_in_setting(setting: str, directory: str | None = None) -> dict[str,
     engine = engine_of(name, change, **copy.deepcopy(changes))
     if directory is not None:
         engine.save_checkpoint(directory)
-    found = {}
-    for way, options in ways(name).items():
-        torch.manual_seed(5 + engine.global_rank)
-        found[way] = engine.generate(**copy.deepcopy(prompts(name)), **options).tolist()
+    found = generate_ways(engine, name)
     report, state = engine.cache_report(), engine.gather_state_dict()
     expected = alone(name, state, change=change) if engine.global_rank == 0 else {}
     torch.manual_seed(7 + engine.global_rank)
@@ -323,41 +294,28 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     engine = engine_of(name, block={"stages": 2, "data_parallel": 2, "generate": {"block": 2}})
     state = engine.gather_state_dict()
 
-    def generate(number: int, way: str) -> tuple[Any, Any]:
+    def generate(number: int, way: str, free_bytes: int | None = None) -> dict[str, Any]:
+        if engine._generator is not None:
+            engine._generator._free_bytes = lambda: free_bytes
         torch.manual_seed(5 + engine.global_rank)
         tokens = engine.generate(**prompts(name, number), **ways(name)[way]).tolist()
-        return tokens, engine.cache_report()
+        return {"found": {way: tokens}, "report": engine.cache_report()}
 
     for number, way in cases:
-        expected = alone(name, state, number, (way,)) if engine.global_rank == 0 else {}
-        if engine._generator is not None:
-            engine._generator._free_bytes = lambda: None
-        found, report = generate(number, way)
-        answers[f"data {number} {way}"] = {"found": {way: found}, "expected": expected, "report": report}
+        expected = {"expected": alone(name, state, number, (way,)) if engine.global_rank == 0 else {}}
+        whole = generate(number, way)
+        answers[f"data {number} {way}"] = whole | expected
         if are_cut:
-            room = max(each.counted_bytes for each in report.ranks) - 1
-            engine._generator._free_bytes = lambda room=room: room
-            found, report = generate(number, way)
-            answers[f"sequence {number} {way}"] = {
-                "found": {way: found},
-                "expected": expected,
-                "report": report,
-            }
+            room = max(each.counted_bytes for each in whole["report"].ranks) - 1
+            answers[f"sequence {number} {way}"] = generate(number, way, room) | expected
             if number > 1:
                 set_generation(engine, micro_batches=2)
-                engine._generator._free_bytes = lambda: None
-                found, report = generate(number, way)
-                answers[f"data {number} {way} in 2"] = {
-                    "found": {way: found},
-                    "expected": expected,
-                    "report": report,
-                }
+                answers[f"data {number} {way} in 2"] = generate(number, way) | expected
                 set_generation(engine, micro_batches=1)
-    engine._generator._free_bytes = lambda: 100
     try:
-        generate(*cases[-1])
+        generate(*cases[-1], 100)
     except ConfigError as error:
-        answers["no room"] = {"found": {}, "expected": {}, "report": report, "said": str(error)}
+        answers["no room"] = {"found": {}, "expected": {}, "report": whole["report"], "said": str(error)}
     engine.destroy()
     return answers
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,32 +25,20 @@ from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_co
 
 LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
 LANGUAGE = {"vocab_size": VOCAB, "max_sequence_length": 16}
+LLAMA = {"normalization": "RMSNorm", "gated_linear_unit": True}
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
     "sequence": ({"sequence_parallel": True}, {}),
     "llama": (
-        {
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
-            "add_bias_linear": False,
-            "num_query_groups": 2,
-            "activation_func": nn.functional.silu,
-        },
+        {**LLAMA, "add_bias_linear": False, "num_query_groups": 2, "activation_func": nn.functional.silu},
         {"position_embedding_type": "rope"},
     ),
     "llama sequence": (
-        {
-            "normalization": "RMSNorm",
-            "gated_linear_unit": True,
-            "sequence_parallel": True,
-            "qk_layernorm": True,
-        },
+        {**LLAMA, "sequence_parallel": True, "qk_layernorm": True},
         {"position_embedding_type": "rope"},
     ),
-    "norms of queries": (
-        {"qk_layernorm": True, "normalization": "RMSNorm"},
-        {},
-    ),  # LayerNorm: a bias of keys does nothing
+    # not LayerNorm, where a bias of keys does nothing
+    "norms of queries": ({"qk_layernorm": True, "normalization": "RMSNorm"}, {}),
     "tied": ({}, {"share_embeddings_and_output_weights": True}),
 }
 
@@ -189,22 +179,32 @@ def images(samples: int) -> dict[str, Tensor]:
     }
 
 
-def merged() -> dict[str, Any]:
-    """Put image embeddings among tokens at tensor size 2, with and without sequence parallelism, and at size 1."""
+def in_layouts(make: Callable[..., Any]) -> Iterator[tuple[str, nn.Module, dict[str, Tensor]]]:
+    """Yield a module at tensor size 1, at size 2, and there with sequence parallelism, and the weights of all three.
+
+    Args:
+        make: makes the factory of a configuration and weights.
+    """
     here, one = in_place(), alone()
-    batch = images(3)
-    answers: dict[str, Any] = {}
-    weights = None
+    weights: Any = None
     for name, config, context in (
         ("whole", alone_config(), one),
         ("tensor", config_of(), here),
         ("sequence", config_of(sequence_parallel=True), here),
     ):
-        chunk = gpt_stage(config, merge={"images": IMAGE}, full_state=weights, **LANGUAGE)(context)
+        module = make(config, full_state=weights)(context)
         if weights is None:
-            jolt(chunk)
-            weights = gather_full_state(chunk)
-        chunk.double()
+            jolt(module)
+            weights = gather_full_state(module)
+        yield name, module.double(), weights
+
+
+def merged() -> dict[str, Any]:
+    """Put image embeddings among tokens at tensor size 2, with and without sequence parallelism, and at size 1."""
+    batch = images(3)
+    answers: dict[str, Any] = {}
+    make = functools.partial(gpt_stage, merge={"images": IMAGE}, **LANGUAGE)
+    for name, chunk, weights in in_layouts(make):  # noqa: B007 - the last ones are used below
         given = {**batch, "images": batch["images"].clone().requires_grad_()}
         loss = chunk(**given)
         loss.backward()
@@ -217,7 +217,7 @@ def merged() -> dict[str, Any]:
             torch.stack([batch["images"][i, (places[i] - i).clamp(0, 1)] for i in range(3)]),
             word[batch["input_ids"]] + weights["embedding.position_embeddings.weight"][places],
         )
-        upper = gpt_stage(alone_config(), pre_process=False, full_state=weights, **LANGUAGE)(one).double()
+        upper = gpt_stage(alone_config(), pre_process=False, full_state=weights, **LANGUAGE)(alone()).double()
         hidden = embedded.transpose(0, 1).contiguous()
         logits = upper(hidden_states=hidden, attention_mask=batch["attention_mask"])
         per_token = nn.functional.cross_entropy(
@@ -234,28 +234,17 @@ def merged() -> dict[str, Any]:
 
 def blocks() -> dict[str, Any]:
     """Run transformer blocks with the batch first at tensor size 2, with and without sequence parallelism."""
-    here, one = in_place(), alone()
     answers: dict[str, Any] = {}
-    weights = None
     hidden = torch.randn(3, LENGTH, HIDDEN, generator=torch.Generator().manual_seed(3)).double()
     keep = torch.ones(3, LENGTH)
     keep[1, 7:] = 0
-    for name, config, context in (
-        ("whole", alone_config(), one),
-        ("tensor", config_of(), here),
-        ("sequence", config_of(sequence_parallel=True), here),
-    ):
-        block = transformer_block_stage(config, final_norm=True, batch_first=True, full_state=weights)(
-            context
-        )
-        if weights is None:
-            jolt(block)
-            weights = gather_full_state(block)
-        block.double()
+    make = functools.partial(transformer_block_stage, final_norm=True, batch_first=True)
+    for name, block, _ in in_layouts(make):
         given = hidden.clone().requires_grad_()
         found = block(hidden_states=given, attention_mask=keep)
         (found * torch.linspace(0, 1, HIDDEN)).square().mean().backward()
         answers[name] = (found.detach(), given.grad, gradients_of(block))
+    here = in_place()
     drawn = [transformer_block_stage(config_of(), layers=range(i, i + 1))(here) for i in (1, 2)]
     answers["drawn"] = [chunk.layers[0].mlp.linear_fc1.weight.detach() for chunk in drawn]
     return answers

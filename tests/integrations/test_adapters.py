@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.huggingface.pretrained_files import save_pretrained
+from gpp_plugin.integrations.huggingface.hf_weights import save_pretrained
 from tests.capture.test_one_sample import batch_of, llama
 from tests.integrations import adapter_jobs as jobs
 from tests.ranks import run_kept_ranks

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
-from tests.eager_models import build_eager
-from tests.integrations import eager_jobs
+from tests.eager_models import Parts, as_graph, build_eager
+from tests.integrations.engine_jobs import make_engine
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
-from tests.runtime.jobs import Job, make_batches
+from tests.runtime.jobs import Job, make_batches, make_config
 from tests.tiers import some
 
 
@@ -33,10 +36,31 @@ ALL_TASKS: dict[str, Job] = {
 TASKS = dict(some(ALL_TASKS.items(), every=4))
 
 
+def train_eager(jobs: list[Job], directory: str) -> list[dict[str, Any]]:
+    """Train each job and export it; return losses and the first step's gradients."""
+    answers = []
+    for number, job in enumerate(jobs):
+        model, make_batch = build_eager(job["model"])
+        batches = make_batches(make_batch, job)
+        if isinstance(model, Parts):
+            model = as_graph(model)
+        engine = make_engine(model, batches[0], make_config(job))
+        engine.retain_gradients()
+        losses: list[float] = []
+        gradients: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            losses.append(float(engine.train_batch(data_iter=iter([batch]))))
+            gradients = gradients or {name: g.clone() for name, g in engine.gradients.items()}
+        engine.save_pretrained(Path(directory) / str(number))
+        dist.barrier()
+        answers.append({"losses": losses, "gradients": gradients})
+    return answers
+
+
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     directory = str(tmp_path_factory.mktemp("weights"))
-    per_rank = run_kept_ranks(eager_jobs.train_eager, 3, list(TASKS.values()), directory, timeout_s=300)
+    per_rank = run_kept_ranks(train_eager, 3, list(TASKS.values()), directory, timeout_s=300)
     return {name: [found[i] for found in per_rank] for i, name in enumerate(TASKS)}
 
 

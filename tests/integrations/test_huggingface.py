@@ -14,8 +14,12 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.huggingface.hf_weights import checkpoint_keys, saved_names, tied_names
-from gpp_plugin.integrations.huggingface.pretrained_files import save_pretrained
+from gpp_plugin.integrations.huggingface.hf_weights import (
+    checkpoint_keys,
+    save_pretrained,
+    saved_names,
+    tied_names,
+)
 from tests.models import build
 from tests.ranks import run_kept_ranks
 
@@ -36,6 +40,10 @@ def files_of(directory: Path) -> dict[str, Tensor]:
     return found
 
 
+def save_alone(directory: Path, model: nn.Module, state: dict[str, Tensor], num_stages: int = 1) -> None:
+    save_pretrained(directory, model=model, states={0: state}, num_stages=num_stages)
+
+
 def reloaded(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     transformers.utils.logging.disable_progress_bar()
     return type(model).from_pretrained(directory).state_dict()  # type: ignore[attr-defined]
@@ -45,12 +53,7 @@ def reloaded(model: nn.Module, directory: Path) -> dict[str, Tensor]:
 def test_one_process_writes_what_huggingface_writes(name: str, tmp_path: Path) -> None:
     model, _ = build(name)
     on_meta, _ = build(name, device="meta")
-    save_pretrained(
-        tmp_path / "ours",
-        model=on_meta,
-        states={0: all_tensors(model)},
-        num_stages=1,
-    )
+    save_alone(tmp_path / "ours", on_meta, all_tensors(model))
     model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator]
     ours, theirs = files_of(tmp_path / "ours"), files_of(tmp_path / "theirs")
     assert sorted(ours) == sorted(theirs)
@@ -140,12 +143,7 @@ def test_a_disk_that_refuses_is_reported_and_cleaned_up(tmp_path: Path) -> None:
     model, _ = build("gpt2")
     (tmp_path / "export").write_text("a file, not a directory")
     with pytest.raises(CheckpointError, match="is a file; give a directory"):
-        save_pretrained(
-            tmp_path / "export",
-            model=model,
-            states={0: all_tensors(model)},
-            num_stages=1,
-        )
+        save_alone(tmp_path / "export", model, all_tensors(model))
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
 
@@ -153,25 +151,19 @@ def test_an_incomplete_state_is_refused(tmp_path: Path) -> None:
     model, _ = build("gpt2")
     state = all_tensors(model)
     del state["transformer.ln_f.weight"]
-    with pytest.raises(
-        CheckpointError, match=r"no stage holds 1 tensors of the model: \['transformer.ln_f.weight'\]"
-    ):
-        save_pretrained(tmp_path / "x", model=model, states={0: state}, num_stages=1)
+    unheld = r"no stage holds 1 tensors of the model: \['transformer.ln_f.weight'\]"
+    with pytest.raises(CheckpointError, match=unheld):
+        save_alone(tmp_path / "x", model, state)
     with pytest.raises(CheckpointError, match="'wte'"):
-        save_pretrained(
-            tmp_path / "x",
-            model=model,
-            states={0: {"wte": torch.ones(1)}},
-            num_stages=1,
-        )
+        save_alone(tmp_path / "x", model, {"wte": torch.ones(1)})
     with pytest.raises(CheckpointError, match=r"stages \[0\] write the model, of 2 stages"):
-        save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=2)
+        save_alone(tmp_path / "x", model, all_tensors(model), num_stages=2)
     assert not list(tmp_path.iterdir())
 
 
 def test_a_plain_model_is_saved_without_a_config(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model, _ = build("batch_norm_mlp")
-    save_pretrained(tmp_path / "x", model=model, states={0: all_tensors(model)}, num_stages=1)
+    save_alone(tmp_path / "x", model, all_tensors(model))
     assert "not a transformers PreTrainedModel" in caplog.text
     assert not (tmp_path / "x" / "config.json").exists()
     index = json.loads((tmp_path / "x" / "model.safetensors.index.json").read_text())
@@ -186,12 +178,9 @@ def test_views_of_a_flat_buffer_are_saved_alone(tmp_path: Path) -> None:
     model, _ = build("two_branch")
     state = all_tensors(model)
     flat = torch.cat([t.detach().flatten() for t in state.values()])
-    views: dict[str, Tensor] = {}
-    offset = 0
-    for name, tensor in state.items():
-        views[name] = flat[offset : offset + tensor.numel()].view(tensor.shape)
-        offset += tensor.numel()
-    save_pretrained(tmp_path / "x", model=model, states={0: views}, num_stages=1)
+    parts = flat.split([t.numel() for t in state.values()])
+    views = {name: part.view(t.shape) for (name, t), part in zip(state.items(), parts, strict=True)}
+    save_alone(tmp_path / "x", model, views)
     files = files_of(tmp_path / "x")
     assert all(torch.equal(files[k], state[k]) for k in state)
     assert next((tmp_path / "x").glob("*.safetensors")).stat().st_size < flat.numel() * 4 + 8192
@@ -217,9 +206,8 @@ def test_ties_go_by_the_first_name_and_are_saved_under_huggingfaces() -> None:
 
 def test_keys_of_older_checkpoints_are_renamed() -> None:
     model, _ = build("llava", device="meta")
-    plain, converted = checkpoint_keys(
-        model, ["language_model.model.norm.weight", "language_model.lm_head.weight"]
-    )
+    older = ["language_model.model.norm.weight", "language_model.lm_head.weight"]
+    plain, converted = checkpoint_keys(model, older)
     assert plain == {
         "model.language_model.norm.weight": "language_model.model.norm.weight",
         "lm_head.weight": "language_model.lm_head.weight",

@@ -57,9 +57,7 @@ def test_image_embeddings_take_the_places_of_their_token() -> None:
             {**found_gradients, "images": found_of_images}, {**gradients, "images": of_images}
         )
         assert max(errors.values()) < EXACT, (layout, errors)
-        assert torch.equal(second[layout][1], found_of_images), (
-            "tensor ranks have the same gradient of embeddings"
-        )
+        assert torch.equal(second[layout][1], found_of_images), "embeddings have one gradient on tensor ranks"
     assert "images has 2 positions a sample, and token 63 is [3, 2, 2] times" in first["said"]
 
 
@@ -87,12 +85,11 @@ def test_dropout_agrees_over_tensor_ranks_and_repeats_where_torch_is_set_back() 
         loss, gradients, wanted = one["recomputed"]
         assert loss == one["losses"][0]
         assert all(torch.equal(gradients[key], wanted[key]) for key in wanted), (
-            "recomputed with the same elements"
+            "the same elements are dropped"
         )
         assert one["evaluated"][0] == one["evaluated"][1]
-    assert first["hidden"]["losses"] == pytest.approx(first["hidden"]["whole"], rel=EXACT), (
-        "as one rank drops them"
-    )
+    as_one_rank = pytest.approx(first["hidden"]["whole"], rel=EXACT)
+    assert first["hidden"]["losses"] == as_one_rank
     assert first["of a data position"] != second["of a data position"]
 
 
@@ -104,31 +101,22 @@ def test_the_cpu_layer_touches_megatron_only_and_can_be_removed(monkeypatch: pyt
     of_torch = dict(vars(torch.cuda))
     with cpu.on_cpu():
         assert not cpu.install(), "once is enough"
-        assert all(
-            getattr(module, name) is not value for (module, name), value in zip(names, before, strict=True)
-        )
-        assert importlib.import_module("megatron.core.utils").torch.cuda.current_device() == torch.device(
-            "cpu"
-        )
+        assert all(getattr(*place) is not value for place, value in zip(names, before, strict=True))
+        own = importlib.import_module("megatron.core.utils").torch
+        assert own.cuda.current_device() == torch.device("cpu")
         assert dict(vars(torch.cuda)) == of_torch and sys.modules["torch"] is torch
-    assert all(getattr(module, name) is value for (module, name), value in zip(names, before, strict=True))
+    assert all(getattr(*place) is value for place, value in zip(names, before, strict=True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert not cpu.install(), "never where there is CUDA"
-    assert all(getattr(module, name) is value for (module, name), value in zip(names, before, strict=True))
+    assert all(getattr(*place) is value for place, value in zip(names, before, strict=True))
 
 
 def language_graph(tensor: int, **changes: Any) -> StageGraph:
     graph = StageGraph(name="language")
     options = {**jobs.LANGUAGE, **changes.pop("options", {})}
     given = gpt_stage(jobs.config_of(**changes), **options)
-    graph.stage(
-        "language",
-        given,
-        inputs=["input_ids", "labels"],
-        outputs=["loss"],
-        ranks=range(tensor),
-        tensor=tensor,
-    )
+    inputs = ["input_ids", "labels"]
+    graph.stage("language", given, inputs=inputs, outputs=["loss"], ranks=range(tensor), tensor=tensor)
     return graph
 
 
@@ -144,9 +132,7 @@ def language_graph(tensor: int, **changes: Any) -> StageGraph:
         (2, {"options": {"layers": range(2, 5)}}, "stage 'language': layers=range(2, 5) are not consecutive layers"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shared_out_is_refused_when_it_is_written(
-    tensor: int, changes: dict[str, Any], said: str
-) -> None:
+def test_what_cannot_be_shared_out_is_refused_when_written(tensor: int, changes: Any, said: str) -> None:
     with pytest.raises(ConfigError) as raised:
         language_graph(tensor, **dict(changes))
     assert said in str(raised.value) and "\n" not in str(raised.value)

@@ -7,11 +7,89 @@ from typing import Any
 
 import pytest
 
-from tests.integrations import stock_jobs
+from gpp_plugin.errors import GppError
+from tests.integrations.engine_jobs import decay_groups, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
 from tests.runtime.jobs import by_hand
+
+
+def train(tasks: list[jobs.Job]) -> list[dict[str, Any]]:
+    """Train each job in turn with DeepSpeed's own engine; return losses and what it is."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    jobs.use_device("cpu")
+    answers = []
+    for job in tasks:
+        model, make_batch = jobs.build_model(job)
+        batches = jobs.make_batches(make_batch, job)
+        config = jobs.make_config({**job, "block": {"planner": "stock_1f1b", **job["block"]}})
+        engine = make_engine(model, batches[0], config)
+        answers.append(
+            {
+                "losses": steps(engine, batches),
+                "is_deepspeed": isinstance(engine, PipelineEngine),
+                "stages": [(stage.name, stage.degree) for stage in engine.plan.stages],
+                "micro_batches": engine.micro_batches,
+            }
+        )
+    return answers
+
+
+def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
+    """T5 on three ranks: lengths that change, evaluation between steps, clipping, a schedule, groups, an export."""
+    import torch
+    from transformers import T5ForConditionalGeneration
+
+    from gpp_plugin.ir.timeline import EventKind
+
+    jobs.use_device("cpu")
+    one: jobs.Job = {
+        "model": "t5", "mini_batch": 8, "unit": 2, "block": {"planner": planner}, "lengths": (8, 6, 8),
+        "steps": 3,
+        "config": {
+            "gradient_clipping": 0.05,
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3}},
+            "wall_clock_breakdown": True,
+        },
+    }  # fmt: skip
+    model, make_batch = jobs.build_model(one)
+    batches = jobs.make_batches(make_batch, one)
+    engine = make_engine(model, batches[0], jobs.make_config(one), model_parameters=decay_groups(model))
+    engine.record_timelines = True
+    losses = []
+    for batch in batches:
+        losses += steps(engine, [batch])
+        evaluated = float(engine.eval_batch(iter([batches[0]])))
+    engine.save_pretrained(directory)
+    answer = {"losses": losses, "evaluated": evaluated, "rank": engine.global_rank}
+    if engine.global_rank == 0:
+        tasks = [(e.rank, e.kind, e.micro_batch) for e in engine.last_timeline.events]
+        answer["tasks"] = sorted(
+            (rank, kind.value, micro_batch)
+            for rank, kind, micro_batch in tasks
+            if kind in (EventKind.FORWARD, EventKind.BACKWARD)
+        )
+        saved = T5ForConditionalGeneration.from_pretrained(directory).eval()
+        with torch.no_grad():
+            units = [{k: v[i : i + 2] for k, v in batches[0].items()} for i in range(0, 8, 2)]
+            answer["reloaded"] = sum(float(saved(**unit).loss) for unit in units) / 4
+    return answer
+
+
+def refuse(block: dict[str, Any], config: dict[str, Any]) -> str:
+    """Return what deepspeed.initialize says of a configuration that stock DeepSpeed cannot run."""
+    jobs.use_device("cpu")
+    one: jobs.Job = {
+        "model": "gpt2", "mini_batch": 8, "unit": 2, "block": {"planner": "stock_1f1b", **block}, "config": config,
+    }  # fmt: skip
+    model, make_batch = jobs.build_model(one)
+    try:
+        make_engine(model, make_batch(8, 0), jobs.make_config(one))
+    except GppError as error:
+        return str(error)
+    return "no error"
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **more: Any) -> jobs.Job:
@@ -32,7 +110,7 @@ JOBS = {
 @pytest.mark.parametrize("num_ranks", sorted(JOBS))
 def test_losses_equal_single_process(num_ranks: int) -> None:
     tasks = JOBS[num_ranks]
-    answers = run_kept_ranks(stock_jobs.train, num_ranks, tasks, timeout_s=60 + 60 * len(tasks))
+    answers = run_kept_ranks(train, num_ranks, tasks, timeout_s=60 + 60 * len(tasks))
     for index, one in enumerate(tasks):
         mine = [answer[index] for answer in answers]
         assert all(answer["is_deepspeed"] for answer in mine)
@@ -46,7 +124,7 @@ def test_losses_equal_single_process(num_ranks: int) -> None:
 
 
 def test_graphs_that_are_no_chains() -> None:
-    answers = run_kept_ranks(stock_jobs.train, 3, list(ODD.values()), timeout_s=240)[0]
+    answers = run_kept_ranks(train, 3, list(ODD.values()), timeout_s=240)[0]
     for (name, one), answer in zip(ODD.items(), answers, strict=True):
         model, make_batch = jobs.build_model(one)
         reference = train_reference(model, jobs.make_batches(make_batch, one), unit=one["unit"])
@@ -64,7 +142,7 @@ ODD = {
 
 def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path) -> None:
     answers, graph = (
-        run_kept_ranks(stock_jobs.train_with_everything, 3, name, str(tmp_path / name), timeout_s=180)
+        run_kept_ranks(train_with_everything, 3, name, str(tmp_path / name), timeout_s=180)
         for name in ("stock_1f1b", "uniform")
     )
     first = answers[0]
@@ -87,4 +165,4 @@ def test_lengths_schedule_clipping_evaluation_timeline_and_export(tmp_path: Path
 def test_what_stock_deepspeed_cannot_do_is_said(
     block: dict[str, Any], config: dict[str, Any], message: str
 ) -> None:
-    assert all(message in answer for answer in run_kept_ranks(stock_jobs.refuse, 2, block, config))
+    assert all(message in answer for answer in run_kept_ranks(refuse, 2, block, config))

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from transformers import default_data_collator
 
+from gpp_plugin import GraphPipelineTrainer
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.trainer import trainer, trainer_config
 from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_to_longest, why_no_units
@@ -60,11 +61,10 @@ def test_zero_steps_trainers_optimizers_where_each_element_is_by_itself() -> Non
         own = SimpleNamespace(create_optimizer=lambda kind=optimizer: kind(weights), lr_scheduler=None)
         own.args = SimpleNamespace(lr_scheduler_type="linear")
         own.create_scheduler = None
-        trainer.GraphPipelineTrainer._recipes(own, config, 1)  # type: ignore[arg-type]
+        GraphPipelineTrainer._recipes(own, config, 1)  # type: ignore[arg-type]
         assert config.get("zero_allow_untested_optimizer", False) == (optimizer is torch.optim.SGD)
-    with pytest.raises(
-        ConfigError, match="Adafactor has factors of whole matrices, and zero_optimization.stage 2"
-    ):
+    factored = "Adafactor has factors of whole matrices, and zero_optimization.stage 2"
+    with pytest.raises(ConfigError, match=factored):
         trainer_config.settle_zero(Adafactor(weights), {"zero_optimization": {"stage": 2}})
 
 
@@ -101,11 +101,8 @@ def test_whether_a_collator_pads_to_the_longest_is_told_by_it_or_tried() -> None
 
     assert pads(pad, *[5] * 90, 7) is False, "none of those that are tried is longer"
     assert pads(pad, *[5] * 40, *[7] * 40) and pads(Says(True), 5, 5)
-    assert (
-        not pads(pad, 5, 5, 5)
-        and not pads(Says("max_length"), 5, 7)
-        and not pads(default_data_collator, 5, 7)
-    )
+    assert not pads(pad, 5, 5, 5) and not pads(Says("max_length"), 5, 7)
+    assert not pads(default_data_collator, 5, 7)
 
     def pairs(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         first, second = rows
@@ -170,26 +167,13 @@ def test_trainer_itself_is_told_what_to_use() -> None:
 
 
 def test_a_model_is_told_of_its_labelled_tokens_only_where_its_loss_is_divided_by_them() -> None:
-    from transformers import (
-        BertForTokenClassification,
-        GPT2LMHeadModel,
-        LlamaForCausalLM,
-        LlamaForSequenceClassification,
-        LlamaForTokenClassification,
-        T5ForConditionalGeneration,
-        ViTForImageClassification,
-    )
+    import transformers
 
-    divides = {
-        kind.__name__: trainer._divides_by_items(kind.__new__(kind))
-        for kind in (
-            BertForTokenClassification, GPT2LMHeadModel, LlamaForCausalLM, LlamaForSequenceClassification,
-            LlamaForTokenClassification, T5ForConditionalGeneration, ViTForImageClassification,
-        )
-    }  # fmt: skip
-    assert [name for name, found in divides.items() if found] == [
-        "GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification",
-    ]  # fmt: skip
+    divides = ["GPT2LMHeadModel", "LlamaForCausalLM", "ViTForImageClassification"]
+    others = ["BertForTokenClassification", "LlamaForSequenceClassification", "LlamaForTokenClassification"]
+    for name in (*divides, *others, "T5ForConditionalGeneration"):
+        kind = getattr(transformers, name)
+        assert trainer._divides_by_items(kind.__new__(kind)) == (name in divides), name
 
 
 def test_configurations_are_settled() -> None:
@@ -198,14 +182,12 @@ def test_configurations_are_settled() -> None:
         learning_rate=1e-3, adam_beta1=0.8, adam_beta2=0.9, adam_epsilon=1e-7, weight_decay=0.1,
         max_steps=-1, get_warmup_steps=lambda steps: steps // 10,
     )  # fmt: skip
+    warm_up = {"warmup_num_steps": "auto", "total_num_steps": "auto"}
     given = {
         "train_batch_size": "auto",
         "bf16": {"enabled": "auto"},
         "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}},
-        "scheduler": {
-            "type": "WarmupDecayLR",
-            "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"},
-        },
+        "scheduler": {"type": "WarmupDecayLR", "params": warm_up},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": "auto"},
         "graph_pipeline": {"stages": "auto"},
     }
@@ -224,47 +206,41 @@ def test_configurations_are_settled() -> None:
             engine_config(wrong, args, mini_batch=12, units=6, counts_tokens=False, max_steps=50)
 
 
-def units_asked(block: dict[str, Any], collator: Any) -> int | None:
-    """Return the units that a Trainer with this block finds for samples of unlike lengths."""
-    args = SimpleNamespace(
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=4,
-        max_grad_norm=1.0,
-        bf16=False,
-        fp16=False,
-    )
-    own = SimpleNamespace(
-        args=args, data_collator=collator, _user_config={"graph_pipeline": block}, _user_args=args
-    )
-    loader = DataLoader(Texts(5, 7), batch_size=2, collate_fn=collator)
-    told = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
-    return trainer.GraphPipelineTrainer._units_of(own, loader, told)  # type: ignore[arg-type]
+def units_asked(block: dict[str, Any]) -> int | None:
+    """Return the units that a Trainer with this block finds for samples of unlike lengths, which are stacked."""
+
+    def stack(rows: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
+
+    config = {"graph_pipeline": block}
+    own = SimpleNamespace(args=FEW, data_collator=stack, _user_config=config, _user_args=FEW)
+    loader = DataLoader(Texts(5, 7), batch_size=2, collate_fn=stack)
+    return GraphPipelineTrainer._units_of(own, loader, TOLD)  # type: ignore[arg-type]
+
+
+FEW = SimpleNamespace(
+    per_device_train_batch_size=2, gradient_accumulation_steps=4, max_grad_norm=1.0, bf16=False, fp16=False
+)
+"""The arguments that units depend on."""
+TOLD: dict[str, Any] = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
 
 
 def test_units_by_trial_leave_a_way_out(caplog: pytest.LogCaptureFixture) -> None:
-    def pad(rows: list[dict[str, list[int]]]) -> dict[str, Any]:
-        return {"input_ids": torch.tensor([row["input_ids"] for row in rows])}
-
     with caplog.at_level("INFO"):
-        assert units_asked({}, pad) == 4
+        assert units_asked({}) == 4
     assert "graph_pipeline.units is set to 4" in caplog.text
     caplog.clear()
     for refusing in ({"compile": True}, {"mode": "async"}, {"micro_batch_sizes": 2}, {"slicing": 2}):
-        assert units_asked(refusing, pad) is None
+        assert units_asked(refusing) is None
         assert next(iter(refusing)) in caplog.records[-1].getMessage()
     assert len(caplog.records) == 4
     for known in (None, 4):
-        assert units_asked({"units": known}, pad) is None and len(caplog.records) == 4
-    config = {
-        "train_batch_size": 8,
-        "train_micro_batch_size_per_gpu": 2,
-        "graph_pipeline": {"units": 4, "stages": -1},
-    }
+        assert units_asked({"units": known}) is None and len(caplog.records) == 4
+    wrong = {"units": 4, "stages": -1}
+    config = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "graph_pipeline": wrong}
     assert why_no_units(config) == "", "what is wrong without them too is the engine's to say"
     null = {"graph_pipeline": {"units": None}}
-    args = SimpleNamespace(per_device_train_batch_size=2, max_grad_norm=1.0, bf16=False, fp16=False)
-    told = {"mini_batch": 8, "counts_tokens": False, "max_steps": 1}
-    assert engine_config(null, args, units=4, **told)["graph_pipeline"] == {"units": None}
+    assert engine_config(null, FEW, units=4, **TOLD)["graph_pipeline"] == {"units": None}
 
 
 @pytest.mark.parametrize(
@@ -276,11 +252,7 @@ def test_units_by_trial_leave_a_way_out(caplog: pytest.LogCaptureFixture) -> Non
           "save_steps": 5, "eval_strategy": "steps"}, "save_only_model"),
     ],
 )  # fmt: skip
-def test_arguments_that_change_the_loss_are_refused(
-    wrong: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    from gpp_plugin import GraphPipelineTrainer
-
+def test_arguments_that_change_the_loss_are_refused(wrong: Any, named: str, tmp_path: Path) -> None:
     args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1, **wrong)
     with pytest.raises(ConfigError, match=named):
         GraphPipelineTrainer(jobs.model_of("gpt2"), args)
@@ -288,8 +260,6 @@ def test_arguments_that_change_the_loss_are_refused(
 
 @pytest.mark.parametrize("name", ["compute_loss", "create_optimizer_and_scheduler"])
 def test_what_would_not_be_called_is_refused(name: str, tmp_path: Path) -> None:
-    from gpp_plugin import GraphPipelineTrainer
-
     own = type("Own", (GraphPipelineTrainer,), {name: lambda self, *given, **more: None})
     args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1)
     with pytest.raises(ConfigError, match=f"Own.{name} would not be called"):

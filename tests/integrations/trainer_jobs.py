@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gpp_plugin import GraphPipelineTrainer
 from gpp_plugin.integrations.trainer.trainer_config import TRIED_SAMPLES
 from tests.models import build
 
@@ -136,10 +138,6 @@ def train_on_ranks(
     name: str, directory: str, configs: list[dict[str, Any]], count: int, collator: Any = None
 ) -> list[Any]:
     """Train on these ranks under each configuration; return what was logged."""
-    import torch.distributed as dist
-
-    from gpp_plugin import GraphPipelineTrainer
-
     ranks = dist.get_world_size()
     answers = []
     for config in configs:
@@ -174,10 +172,6 @@ def resume(directory: str, name: str, config: dict[str, Any], streams: bool = Fa
     An epoch has four steps, and half a mini-batch is left over. ``straight`` is without the break; of both the losses,
     the samples read since the model was captured, the checkpoints kept and the weights at the end.
     """
-    import torch.distributed as dist
-
-    from gpp_plugin import GraphPipelineTrainer
-
     total = UNIT * ACCUMULATION * dist.get_world_size()
     rows = data_of(name, 4 * total + total // 2)
     answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total}  # what is read in one
@@ -294,8 +288,4 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
 
 
 def evaluate_on_ranks(directory: str, config: dict[str, Any]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    from gpp_plugin import GraphPipelineTrainer
-
     return evaluating(GraphPipelineTrainer, directory, ranks=dist.get_world_size(), config=config)

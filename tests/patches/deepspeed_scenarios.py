@@ -7,11 +7,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import logging
-import multiprocessing
 import os
-import socket
 import sys
 import tempfile
 import time
@@ -25,7 +24,8 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
-TIMEOUT_S = 60.0
+from tests.patches.forked_ranks import outcome_of
+
 WIDTH = 8
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -148,63 +148,16 @@ SCENARIOS: dict[str, tuple[Callable[[int], None], int]] = {
 }
 
 
-def run_rank(number: str, rank: int, results: Any) -> None:
-    function, num_ranks = SCENARIOS[number]
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_ranks))
-    torch.set_num_threads(1)
+def join_and_run(function: Callable[[int], None], rank: int) -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # a minute's compile, for inference only
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    try:
-        function(rank)
-    except BaseException as error:
-        results.put(f"rank {rank}: {type(error).__name__}: {error}")
-        results.close()
-        results.join_thread()
-        os._exit(1)
-    results.put("ok")
-    results.close()
-    results.join_thread()
-    os._exit(0)
-
-
-def run(number: str) -> str:
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(probe.getsockname()[1]))
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["SCENARIO_DIR"] = folder
-        ranks = [
-            context.Process(target=run_rank, args=(number, rank, results))
-            for rank in range(SCENARIOS[number][1])
-        ]
-        for process in ranks:
-            process.start()
-        deadline = time.monotonic() + TIMEOUT_S
-        while time.monotonic() < deadline and any(process.is_alive() for process in ranks):
-            if any(process.exitcode for process in ranks):
-                time.sleep(2.0)  # the others say what they saw
-                break
-            time.sleep(0.05)
-        was_late = [rank for rank, process in enumerate(ranks) if process.is_alive()]
-        for process in ranks:
-            if process.is_alive():
-                process.kill()
-            process.join()
-    said = []
-    while not results.empty():
-        said.append(results.get())
-    failures = [text for text in said if text != "ok"]
-    if not failures and was_late:
-        failures = [f"ranks {was_late} had not ended after {TIMEOUT_S:.0f} s"]
-    codes = [process.exitcode for process in ranks]
-    if not failures and any(codes):
-        failures = [f"exit codes {codes}"]
-    return "; ".join(failures) or "ok"
+    function(rank)
 
 
 if __name__ == "__main__":
     outcome = {"deepspeed": deepspeed.__path__[0]}
-    outcome |= {number: run(number) for number in SCENARIOS}
+    for number, (function, num_ranks) in SCENARIOS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["SCENARIO_DIR"] = folder
+            outcome[number] = outcome_of(functools.partial(join_and_run, function), num_ranks)
     Path(sys.argv[1]).write_text(json.dumps(outcome))

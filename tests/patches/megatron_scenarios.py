@@ -9,11 +9,7 @@ from __future__ import annotations
 import datetime
 import importlib
 import json
-import multiprocessing
-import os
-import socket
 import sys
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,10 +23,11 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.model_parallel_config import ModelParallelConfig
 from torch import Tensor, nn
 
+from tests.patches.forked_ranks import outcome_of
+
 COMMUNICATORS = ("p2p_communication", "bridge_communicator", "multimodule_communicator")
 WAIT_S = 12.0
 """Longest wait for a message: a rank that waits longer is in a deadlock; tasks take a millisecond."""
-TIMEOUT_S = 60.0
 SHAPE = (3, 4, 8)  # sequence, batch, hidden
 DIMENSIONS = {"s": 0, "b": 1, "h": 2}
 MICRO_BATCHES = 4
@@ -84,11 +81,8 @@ def reference(topology: Topology) -> dict[tuple[str, int], Tensor]:
         made: dict[str, Tensor] = {}
         for module, readers in topology.topology.items():
             sources = [name for name in made if module in topology.topology[name]]
-            value = (
-                sum((made[name] for name in sources), start=torch.zeros(()))
-                if sources
-                else micro_batch(index)
-            )
+            received = [made[name] for name in sources]
+            value = sum(received, start=torch.zeros(())) if sources else micro_batch(index)
             for stage in range(topology.sizes(module)[0]):
                 value = torch.tanh(layers[module, stage](value))
             made[module] = value
@@ -110,9 +104,8 @@ class Stage:
 
     def forward(self, received: Mapping[str, Tensor]) -> dict[str, Tensor]:
         inputs = {name: tensor.detach().requires_grad_() for name, tensor in received.items()}
-        total = (
-            sum(inputs.values(), start=torch.zeros(())) if not self.is_source else micro_batch(self.started)
-        )
+        received = sum(inputs.values(), start=torch.zeros(()))
+        total = micro_batch(self.started) if self.is_source else received
         output = torch.tanh(self.layer(total))
         self.started += 1
         self.held.append((inputs, loss_of(output) if self.is_sink else output))
@@ -175,56 +168,21 @@ def check(topology: Topology, rank: int) -> None:
     assert error < 1e-12, f"the gradient of {module} is off by {100 * error:.0f} %"
 
 
-def run_rank(scenario: str, folder: str, rank: int, port: int, results: Any) -> None:
-    topology = SCENARIOS[scenario]
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(topology.num_ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
-    pipeline_parallel.__path__ = [str(Path(folder, "megatron", "core", "pipeline_parallel"))]
-    for name in COMMUNICATORS:
-        sys.modules.pop(f"megatron.core.pipeline_parallel.{name}", None)
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=WAIT_S))
-    code = 0
-    try:
-        check(topology, rank)
-        results.put("ok")
-        dist.barrier()
-    except BaseException as error:
-        results.put(f"rank {rank}: {type(error).__name__}: {str(error).splitlines()[0]}")
-        code = 1
-    results.close()
-    results.join_thread()
-    os._exit(code)
-
-
 def run(scenario: str, folder: str) -> str:
     """Return "ok", or what the first rank that failed said."""
-    context = multiprocessing.get_context("fork")
-    results = context.Queue()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    ranks = [
-        context.Process(target=run_rank, args=(scenario, folder, rank, port, results))
-        for rank in range(SCENARIOS[scenario].num_ranks)
-    ]
-    for process in ranks:
-        process.start()
-    said = []
-    deadline = time.monotonic() + TIMEOUT_S
-    while len(said) < len(ranks) and all(text == "ok" for text in said):
-        if results.empty():
-            if time.monotonic() > deadline:
-                said.append(f"had not ended after {TIMEOUT_S:.0f} s")
-            time.sleep(0.02)
-        else:
-            said.append(results.get())
-    for process in ranks:
-        process.join(timeout=2.0)
-        process.kill()
-        process.join()
-    return said[-1]
+    topology = SCENARIOS[scenario]
+
+    def join_and_check(rank: int) -> None:
+        pipeline_parallel.__path__ = [str(Path(folder, "megatron", "core", "pipeline_parallel"))]
+        for name in COMMUNICATORS:
+            sys.modules.pop(f"megatron.core.pipeline_parallel.{name}", None)
+        dist.init_process_group(
+            "gloo", rank=rank, world_size=topology.num_ranks, timeout=datetime.timedelta(seconds=WAIT_S)
+        )
+        check(topology, rank)
+        dist.barrier()
+
+    return outcome_of(join_and_check, topology.num_ranks)
 
 
 if __name__ == "__main__":

@@ -136,8 +136,8 @@ def read_deepspeed(config: Mapping[str, Any]) -> DeepSpeedReading:
     #   refused   what the table says no stage can do: amp
     own = {str(key): value for key, value in config.items() if key != BLOCK}
     check_values(own)
-    own_part = {key: value for key, value in own.items() if key not in REPLACED_KEYS}
-    settled = {**_settle(own_part), **{key: config[key] for key in (*REPLACED_KEYS, BLOCK) if key in config}}
+    others = {key: config[key] for key in (*REPLACED_KEYS, BLOCK) if key in config}
+    settled = {**_settle({key: value for key, value in own.items() if key not in REPLACED_KEYS}), **others}
     _refuse(own, settled)
     warnings, notes = _without_effect(own)
     return DeepSpeedReading(config=settled, warnings=warnings, notes=notes)
@@ -372,32 +372,16 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
 # the copy each stage's engine gets; what a stage cannot honour is refused here with one line.
 
 DTYPE_NAMES = {
-    "fp32": "float32",
-    "float32": "float32",
-    "float": "float32",
-    "bf16": "bfloat16",
-    "bfloat16": "bfloat16",
-    "fp16": "float16",
-    "float16": "float16",
-    "half": "float16",
+    **dict.fromkeys(("fp32", "float32", "float"), "float32"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "float16"),
 }
 """DeepSpeed's spellings of a dtype and torch's name of it."""
 
 PASSED_KEYS = (
-    "optimizer",
-    "fp16",
-    "bf16",
-    "zero_optimization",
-    "zero_allow_untested_optimizer",
-    "zero_force_ds_cpu_optimizer",
-    "data_types",
-    "comms_logger",
-    "memory_breakdown",
-    "dump_state",
-    "disable_python_gc",
-    "log_level",
-    "vocabulary_size",
-)
+    "optimizer fp16 bf16 zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer data_types "
+    "comms_logger memory_breakdown dump_state disable_python_gc log_level vocabulary_size"
+).split()
 """Keys that a stage's DeepSpeedEngine sees; every other one is honoured by the graph engine, or refused."""
 
 _TORCH_ADAM_KEYS = {"lr", "betas", "eps", "weight_decay", "adam_w_mode", "amsgrad", "fused", "foreach"}
@@ -450,8 +434,10 @@ def derive_stage_config(
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
     # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
     config = read_deepspeed(config).config
+    zero, brain = (config.get(key) or {} for key in ("zero_optimization", "bf16"))
+    half = (config.get("fp16") or {}).get("enabled", False)
+    dtype = "float16" if half else "bfloat16" if brain.get("enabled", False) else "float32"
     notes: list[str] = []
-    dtype = _parameter_dtype(config)
     derived = {key: copy.deepcopy(config[key]) for key in PASSED_KEYS if config.get(key) is not None}
     derived["train_batch_size"] = mini_batch
     derived["train_micro_batch_size_per_gpu"] = mini_batch // degree
@@ -472,31 +458,11 @@ def derive_stage_config(
         accumulation_dtype=_accumulation_dtype(config, dtype),
         communication_dtype=_dtype_name(config.get("communication_data_type"), "communication_data_type"),
         gradient_clipping=float(config.get("gradient_clipping") or 0.0),
-        bucket_elements=int(_block(config, "zero_optimization").get("reduce_bucket_size") or 50_000_000),
-        zero_stage=int(_block(config, "zero_optimization").get("stage") or 0),
-        check_overflow=dtype != "bfloat16" or bool(_block(config, "bf16").get("check_grad_overflow", True)),
+        bucket_elements=int(zero.get("reduce_bucket_size") or 50_000_000),
+        zero_stage=int(zero.get("stage") or 0),
+        check_overflow=dtype != "bfloat16" or bool(brain.get("check_grad_overflow", True)),
         notes=tuple(notes),
     )
-
-
-def _cut(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-def _block(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    value = config.get(key)
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{key}: expected an object, found {_cut(value)}")
-    return value
-
-
-def _parameter_dtype(config: Mapping[str, Any]) -> str:
-    half = bool(_block(config, "fp16").get("enabled", False))
-    brain = bool(_block(config, "bf16").get("enabled", False))
-    return "float16" if half else "bfloat16" if brain else "float32"
 
 
 def _dtype_name(value: Any, path: str) -> str | None:
@@ -504,14 +470,14 @@ def _dtype_name(value: Any, path: str) -> str | None:
         return None
     name = DTYPE_NAMES.get(str(value).lower())
     if name is None:
-        raise ConfigError(f"{path}: {_cut(value)} is no dtype; use one of fp32, bf16, fp16")
+        raise ConfigError(f"{path}: {value!r:.80} is no dtype; use one of fp32, bf16, fp16")
     return name
 
 
 def _accumulation_dtype(config: Mapping[str, Any], dtype: str) -> str:
     path = "data_types.grad_accum_dtype"
     # fp32 sums of bf16 gradients lose nothing over many micro-batches; bf16 has 8 bits, so that a 257th one is lost.
-    name = _dtype_name(_block(config, "data_types").get("grad_accum_dtype"), path) or dtype
+    name = _dtype_name((config.get("data_types") or {}).get("grad_accum_dtype"), path) or dtype
     if name not in (dtype, "float32"):
         raise ConfigError(f"{path}: {name} loses precision of {dtype} gradients; use fp32 or leave it out")
     return name

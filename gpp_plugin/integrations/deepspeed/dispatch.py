@@ -225,11 +225,10 @@ def _initialize(
     framework = DeepSpeedFramework(
         ds_config, optimizer=optimizer, lr_scheduler=_scheduler_of(call), parameter_groups=groups
     )
-    if block.tensor_parallel == "auto" and framework.of_whole_weights is not None:
+    whole = framework.of_whole_weights if block.tensor_parallel == "auto" else None
+    if whole is not None:
         if setting.rank == 0:
-            logger.info(
-                "tensor_parallel auto: 1, as optimizer %s needs whole weights", framework.of_whole_weights
-            )
+            logger.info("tensor_parallel auto: 1, as optimizer %s needs whole weights", whole)
         block = block.model_copy(update={"tensor_parallel": 1})
     common: dict[str, Any] = {
         "ds_config": ds_config,
@@ -299,9 +298,9 @@ def _with_packing(
             "key, or pack for as many"
         )
     unit_config = {**ds_config, BLOCK: {**ds_config[BLOCK], "units": data.units}}
-    unit_config.setdefault("train_micro_batch_size_per_gpu", len(data.typical_unit()))
-    if unit_config["train_micro_batch_size_per_gpu"] == "auto":
-        unit_config["train_micro_batch_size_per_gpu"] = len(data.typical_unit())
+    size = "train_micro_batch_size_per_gpu"
+    if unit_config.get(size, "auto") == "auto":
+        unit_config[size] = len(data.typical_unit())
     packed = read_config(unit_config)
     assert packed is not None, "it is enabled"
     return unit_config, packed
@@ -385,10 +384,9 @@ class DeepSpeedFramework:
     @functools.cached_property
     def of_whole_weights(self) -> str | None:
         """Return the name of an optimizer that cannot step parts of weights; None of one that can."""
-        options = self.optimizer_options
-        return optimizer_of_whole_weights(
-            options["optimizer"], self._ds_config.get("optimizer"), options["parameter_groups"]
-        )
+        own = self.optimizer_options
+        block = self._ds_config.get("optimizer")
+        return optimizer_of_whole_weights(own["optimizer"], block, own["parameter_groups"])
 
     def check_shared_out(self, plan: PipelinePlan) -> None:
         """Refuse a plan whose tensor ranks would step parts of weights otherwise than the whole.
@@ -554,11 +552,7 @@ def _optimizer_of(
         allowed = inspect.signature(kind.__init__).parameters
         options = {key: value for key, value in defaults.items() if key in allowed}
         groups = optimizer.param_groups if groups is None else groups
-
-        def rebuild(parameters: Any) -> Any:
-            return kind(parameters, **options)
-
-        make = rebuild
+        make = functools.partial(kind, **options)
     elif callable(optimizer):
         make = optimizer
     elif optimizer is not None:

@@ -289,10 +289,6 @@ def _subclasses(module: Any, base: type) -> list[str]:
     ]
 
 
-def _torch_schedules() -> list[str]:
-    return _subclasses(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
-
-
 def _mirror_optimizer(
     groups: StageParameterGroups, factory: OptimizerFactory | None, block: Mapping[str, Any] | None
 ) -> Optimizer:
@@ -350,9 +346,10 @@ def _scheduler(mirror: Optimizer, factory: SchedulerFactory | None, block: Mappi
     kind = str(block["type"])
     cls = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind, None)
     if cls is None:
+        torchs = _subclasses(torch.optim.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
         raise ConfigError(
             f"scheduler.type: {kind!r} is neither one of DeepSpeed's nor one of torch's schedules"
-            f"{_nearest(kind, [*lr_schedules.VALID_LR_SCHEDULES, *_torch_schedules()])}"
+            f"{_nearest(kind, [*lr_schedules.VALID_LR_SCHEDULES, *torchs])}"
         )
     try:
         return cls(mirror, **dict(block.get("params") or {}))

@@ -5,7 +5,8 @@ overflow, norm and clipping, but not in what remains: an inner torch optimizer t
 a copy from masters to parameters. Norm, overflow and clipping are the whole graph's, so a stage hands finished
 fp32 gradients to the masters, steps the inner optimizer, and has the wrapper publish the result.
 
-    none                    master = the parameter               nothing to publish
+    none                    master = the parameter               nothing to publish; no optimizer at all where a
+                                                                 stage trains nothing
     FP16_UnfusedOptimizer   one fp32 tensor per parameter        copy
     FP16_Optimizer          one flat fp32 tensor per group       copy
     DeepSpeedZeroOptimizer  this rank's part of the flat group   update_lp_params(): copy, all-gather
@@ -73,7 +74,7 @@ class MasterWeights:
     """Steps the masters of one stage's parameters with finished gradients.
 
     Args:
-        wrapper: the optimizer of the stage's DeepSpeedEngine, wrapped or not.
+        wrapper: the optimizer of the stage's DeepSpeedEngine, wrapped or not; None where it trains nothing.
         parameters: the stage's trained parameters by name.
         data_group: the stage's process group, over which ZeRO partitions masters.
 
@@ -82,7 +83,7 @@ class MasterWeights:
     """
 
     def __init__(
-        self, wrapper: Any, parameters: Mapping[str, nn.Parameter], *, data_group: dist.ProcessGroup
+        self, wrapper: Any, parameters: Mapping[str, nn.Parameter], *, data_group: dist.ProcessGroup | None
     ) -> None:
         self._parameters = dict(parameters)
         self._wrapper = wrapper
@@ -94,27 +95,20 @@ class MasterWeights:
         # The four cases of the table above, the same question for each: which tensor does the inner optimizer step for
         # which part of which parameter? Example, ZeRO on two ranks, parameters a (6 elements) and b (4): rank 0 steps
         # all of a but its last element, rank 1 that element and b: one fragment on rank 0, two on rank 1.
-        if isinstance(wrapper, torch.optim.Optimizer):
+        self.optimizer: Any = getattr(wrapper, "optimizer", None)
+        if wrapper is None or isinstance(wrapper, torch.optim.Optimizer):
             self.optimizer = wrapper
             self.fragments = {n: whole_fragment(p) for n, p in parameters.items()}
-            self._publish = _publish_nothing
+            self._publish = lambda: None  # parameters are their own masters
         elif isinstance(wrapper, FP16_UnfusedOptimizer):
             require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups", "refresh_fp32_params")
-            self.optimizer = wrapper.optimizer
             self.fragments = _unfused_fragments(wrapper, parameters)
         elif isinstance(wrapper, FP16_Optimizer):
             require_attributes(wrapper, "optimizer", "fp16_groups", "fp32_groups_flat", "refresh_fp32_params")
-            self.optimizer = wrapper.optimizer
             self.fragments = _fused_fragments(wrapper, parameters)
         elif self.partitioned:
-            require_attributes(
-                wrapper,
-                "optimizer",
-                "single_partition_of_fp32_groups",
-                "update_lp_params",
-                "refresh_fp32_params",
-            )
-            self.optimizer = wrapper.optimizer
+            require_attributes(wrapper, "optimizer", "single_partition_of_fp32_groups")
+            require_attributes(wrapper, "update_lp_params", "refresh_fp32_params")
             self.layout = read_layout(wrapper, parameters)
             self.fragments = _zero_fragments(wrapper, self.layout, dist.get_rank(data_group))
             self._publish = wrapper.update_lp_params
@@ -145,14 +139,14 @@ class MasterWeights:
 
     def publish_to(self, parts: Sequence[Tensor]) -> None:
         """Publish this rank's masters to its parts of `flat_weights` from now on, which others gather."""
-        masters = self._wrapper.single_partition_of_fp32_groups
         self._parts = tuple(parts)
 
         def publish() -> None:
-            for part, master in zip(parts, masters, strict=True):
+            for part, master in self._published():
                 part.copy_(master)
 
-        self._publish = publish
+        if self.optimizer is not None:
+            self._publish = publish
 
     @property
     def is_plain(self) -> bool:
@@ -212,6 +206,8 @@ class MasterWeights:
         self._step_masters(coefficient, resting)
 
     def _step_masters(self, coefficient: float, resting: Collection[str]) -> None:
+        if self.optimizer is None:
+            return
         # One pass over all gradients takes out the loss scale and clips; DeepSpeed's own step would take two.
         held = [master.grad for master in self._masters if master.grad is not None]
         if coefficient != 1.0 and held:
@@ -255,8 +251,8 @@ class MasterWeights:
     def refresh(self) -> None:
         """Take the masters anew from the parameters, which were written from outside."""
         if self._parts:
-            for part, master in zip(self._parts, self._wrapper.single_partition_of_fp32_groups, strict=True):
-                master.data.copy_(part)
+            for part, master in self._published():
+                master.copy_(part)
         elif not self.is_plain:
             self._wrapper.refresh_fp32_params()
 
@@ -384,10 +380,6 @@ class MasterWeights:
         self.refresh()
 
 
-def _publish_nothing() -> None:
-    """Parameters are their own masters."""
-
-
 def _names(parameters: Mapping[str, nn.Parameter]) -> dict[int, str]:
     return {id(parameter): name for name, parameter in parameters.items()}
 
@@ -440,14 +432,9 @@ def read_layout(wrapper: Any, parameters: Mapping[str, nn.Parameter]) -> tuple[F
         ConfigError: this DeepSpeed keeps its layout elsewhere.
     """
     require_attributes(wrapper, "round_robin_bit16_groups", "round_robin_bit16_offsets", "partition_size")
-    names: dict[int, str] = {id(parameter): name for name, parameter in parameters.items()}
-    groups = []
-    for members, offsets, size in zip(
-        wrapper.round_robin_bit16_groups,
-        wrapper.round_robin_bit16_offsets,
-        wrapper.partition_size,
-        strict=True,
-    ):
+    names, groups = _names(parameters), []
+    lists = (wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, wrapper.partition_size)
+    for members, offsets, size in zip(*lists, strict=True):
         spans = tuple(
             ParameterSpan(name=names[id(p)], first=first, num_elements=torch.Size(p.shape).numel())
             for p, first in zip(members, offsets, strict=True)

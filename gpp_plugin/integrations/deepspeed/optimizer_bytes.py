@@ -73,7 +73,12 @@ def with_usable_adam(
     # any is, is whether that can work; one rank's lack is every rank's.
     block = ds_config.get("optimizer")
     name = str(block.get("type", "")) if isinstance(block, Mapping) else ""
-    if device_type != "cuda" or name.lower() not in ("adam", "adamw") or _chooses_itself(ds_config):
+    if device_type != "cuda" or name.lower() not in ("adam", "adamw"):
+        return dict(ds_config), ""
+    # the configuration may say whose Adam it wants: torch's or not, or DeepSpeed's on the host
+    offload = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    is_chosen = "torch_adam" in (ds_config["optimizer"].get("params") or {})
+    if is_chosen or str(offload.get("device", "none")) == "cpu":
         return dict(ds_config), ""
     reasons = exchange(why_no_fused_adam, what="a look at the compiler", group=group)
     found = next(((rank, why) for rank, why in enumerate(reasons) if why), None)
@@ -96,14 +101,6 @@ def with_usable_adam(
     )
 
 
-def _chooses_itself(ds_config: Mapping[str, Any]) -> bool:
-    """Return whether the configuration says whose Adam it wants: torch's or not, or DeepSpeed's on the host."""
-    params = ds_config["optimizer"].get("params") or {}
-    zero = ds_config.get("zero_optimization") or {}
-    offload = zero.get("offload_optimizer") or {}
-    return "torch_adam" in params or str(offload.get("device", "none")) == "cpu"
-
-
 FP32_BYTES = 4.0
 ADAM = "adam"
 """Where it is not known how much state an optimizer has, Adam's is taken: few have more."""
@@ -111,21 +108,20 @@ ADAM = "adam"
 _Options = Mapping[str, Any]
 
 
-def _adam(options: _Options) -> int:
-    return 2 + bool(options.get("amsgrad"))
-
-
-def _momentum(options: _Options) -> int:
-    return int(bool(options.get("momentum")))
+def _count(least: int, *more: str) -> Callable[[_Options], int]:
+    """Return what counts so many tensors, and one for each of these options that is on."""
+    return lambda options: least + sum(bool(options.get(name)) for name in more)
 
 
 STATE_TENSORS: dict[str, Callable[[_Options], int]] = {
-    **dict.fromkeys(("adam", "adamw", "fusedadam", "deepspeedcpuadam", "muadam", "muadamw"), _adam),
-    **dict.fromkeys(("nadam", "radam", "adamax", "lamb", "fusedlamb", "adadelta", "rprop"), lambda _: 2),
-    **dict.fromkeys(("lion", "fusedlion", "deepspeedcpulion"), lambda _: 1),
-    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "asgd"), lambda _: 1),
-    **dict.fromkeys(("sgd", "musgd"), _momentum),
-    "rmsprop": lambda options: 1 + bool(options.get("centered")) + _momentum(options),
+    **dict.fromkeys(
+        ("adam", "adamw", "fusedadam", "deepspeedcpuadam", "muadam", "muadamw"), _count(2, "amsgrad")
+    ),
+    **dict.fromkeys(("nadam", "radam", "adamax", "lamb", "fusedlamb", "adadelta", "rprop"), _count(2)),
+    **dict.fromkeys(("lion", "fusedlion", "deepspeedcpulion"), _count(1)),
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad", "asgd"), _count(1)),
+    **dict.fromkeys(("sgd", "musgd"), _count(0, "momentum")),
+    "rmsprop": _count(1, "centered", "momentum"),
 }
 """Lower-case name -> how many tensors of a parameter's size it keeps: names of DeepSpeed's configuration, of
 `torch.optim`, and of DeepSpeed's own classes."""

@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -41,7 +42,7 @@ from gpp_plugin.integrations.deepspeed.learning_rates import (
     StageParameterGroups,
 )
 from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights, require_attributes
-from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlaces
+from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 logger = logging.getLogger(__name__)
 
@@ -131,16 +132,26 @@ class DeepSpeedOptimizer:
             {name: trainable[name] for name in names if name in trainable} if self._has_optimizer else {}
         )
         self._engine: DeepSpeedEngine | None = None
-        self._masters: MasterWeights | None = None
+        data_group: Any = replica.data_group
         if self.trained:
-            self._build_engine(module, replica, optimizer, groups.optimizer_input(trainable))
+            assert isinstance(data_group, dist.ProcessGroup), "this rank is in its stage's group"
+            self._engine = _make_inner_engine(
+                module,
+                optimizer=optimizer,
+                parameters=groups.optimizer_input(trainable),
+                mpu=_stage_mpu(replica, data_group),
+                settings=self.config.deepspeed,
+                device=replica.device,
+            )
         else:
             _cast(module, self._dtype)
-        self.layout: tuple[FlatGroup, ...] = () if self._masters is None else self._masters.layout
+        wrapper = None if self._engine is None else self._engine.optimizer
+        self._masters = MasterWeights(wrapper, self.trained, data_group=data_group)
+        self.layout: tuple[FlatGroup, ...] = self._masters.layout
         self.norm_precision = torch.float64 if get_accelerator().is_fp64_supported() else torch.float32
         self._scale = LossScale(config, self._dtype)
         self._publish_loss_scale()
-        self._rates.publish(self._inner_optimizer)
+        self._rates.publish(self._masters.optimizer)
 
     def _prepare_context(self, replica: StageReplica) -> None:
         """Check what DeepSpeed needs around it, set what it reads, and log what was changed."""
@@ -153,25 +164,6 @@ class DeepSpeedOptimizer:
         if replica.rank == 0:
             for note in self.config.notes:
                 logger.info("%s", note)
-
-    def _build_engine(
-        self,
-        module: nn.Module,
-        replica: StageReplica,
-        optimizer: OptimizerFactory | None,
-        optimizer_input: list[Any],
-    ) -> None:
-        data_group = replica.data_group
-        assert isinstance(data_group, dist.ProcessGroup), "this rank is in its stage's group"
-        self._engine = _make_inner_engine(
-            module,
-            optimizer=optimizer,
-            parameters=optimizer_input,
-            mpu=_StageMpu(replica, data_group),
-            settings=self.config.deepspeed,
-            device=replica.device,
-        )
-        self._masters = MasterWeights(self._engine.optimizer, self.trained, data_group=data_group)
 
     # ---- stepping ------------------------------------------------------------------------------------------
 
@@ -204,11 +196,10 @@ class DeepSpeedOptimizer:
         # Partitions lie as DeepSpeed's masters do, so that they are stepped as they are; whole gradients are cut up by
         # the masters' fragments.
         if isinstance(gradients, PartitionedGradients):
-            assert self._masters is not None, "partitions are of masters"
             self._masters.step_partitions(
                 gradients.partitions, coefficient=coefficient, resting=gradients.resting
             )
-        elif self._masters is not None:
+        else:
             assert isinstance(gradients, GradientStore)
             held = {name: gradients.get(name) for name in gradients.parameters}
             self._masters.step(held, coefficient=coefficient, resting=gradients.resting)
@@ -216,11 +207,11 @@ class DeepSpeedOptimizer:
     def advance_rates(self) -> None:
         """Advance the learning-rate schedule by one step."""
         self._rates.step()
-        self._rates.publish(self._inner_optimizer)
+        self._rates.publish(self._masters.optimizer)
 
     def rates(self) -> tuple[float, ...]:
         """Return the learning rate of every parameter group of the model."""
-        return self._rates.current(self._inner_optimizer)
+        return self._rates.current(self._masters.optimizer)
 
     def count(self, counters: StepCounters, *, overflow: bool) -> None:
         """Let the stock engine know what was counted, and choose the loss scale of the next mini-batch.
@@ -237,50 +228,42 @@ class DeepSpeedOptimizer:
         self._publish_loss_scale()
 
     def _publish_loss_scale(self) -> None:
-        if self._dtype == torch.float16 and self._masters is not None:
+        if self._dtype == torch.float16:
             self._masters.publish_loss_scale(self.loss_scale)
-
-    @property
-    def _inner_optimizer(self) -> torch.optim.Optimizer | None:
-        return None if self._masters is None else self._masters.optimizer
 
     # ---- weights and state -----------------------------------------------------------------------------------
 
     def places(self, parameters: Sequence[nn.Parameter]) -> WeightPlaces:
         """Return where these trained parameters may lie."""
-        return ParameterPlaces(parameters) if self._masters is None else self._masters.places(parameters)
+        return self._masters.places(parameters)
 
     def flat_weights(self) -> tuple[FlatWeights, ...]:
         """Return the buffers in which trained parameters lie, each cut into the ranks' partitions (ZeRO)."""
-        return () if self._masters is None else self._masters.flat_weights()
+        return self._masters.flat_weights()
 
     def publish_to(self, parts: Sequence[Tensor]) -> None:
         """Write stepped weights to this rank's parts of `flat_weights` from now on, and not to the parameters."""
-        if self._masters is not None:
-            self._masters.publish_to(parts)
+        self._masters.publish_to(parts)
 
     def master(self, name: str) -> Tensor:
         """Return an fp32 copy of a trained parameter's master; collective over the stage's ranks from ZeRO 1 on."""
-        assert self._masters is not None, f"{name} is trained"
         return self._masters.full(name)
 
     def refresh_masters(self) -> None:
         """Take master weights anew after the parameters were written from outside."""
-        if self._masters is not None:
-            self._masters.refresh()
+        self._masters.refresh()
 
     def written(self) -> Tensor | None:
         """Return how many sampled elements were written since the last step, on the device; None without masters."""
-        return None if self._masters is None else self._masters.written()
+        return self._masters.written()
 
     def adopt_written(self) -> None:
         """Take into the masters what was written to parameters since the last step."""
-        if self._masters is not None:
-            self._masters.adopt_written()
+        self._masters.adopt_written()
 
     def own_tensors(self) -> list[Tensor]:
         """Return what the inner optimizer steps and its state; of Adam two tensors of each parameter's size."""
-        optimizer = self._inner_optimizer
+        optimizer = self._masters.optimizer
         if optimizer is None:
             return []
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
@@ -289,14 +272,13 @@ class DeepSpeedOptimizer:
 
     def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
         """Return optimizer state and masters by parameter, this rank's part from ZeRO 1 on."""
-        return self._trained_masters.pieces(foreign, group_numbers=self._rates.local_groups)
+        return self._masters.pieces(foreign, group_numbers=self._rates.local_groups)
 
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         """Return the elements of each trained parameter that this rank steps: first one, and how many."""
         spans: dict[str, list[tuple[int, int]]] = {name: [] for name in self.trained}
-        if self._masters is not None:
-            for name, fragment in self._masters.fragments.items():
-                spans[name].append((fragment.start, fragment.num_elements))
+        for name, fragment in self._masters.fragments.items():
+            spans[name].append((fragment.start, fragment.num_elements))
         return spans
 
     def check_kind(self, saved: StageOptimizerState) -> None:
@@ -305,17 +287,12 @@ class DeepSpeedOptimizer:
         Raises:
             CheckpointError: names both.
         """
-        check_kind(self._trained_masters.optimizer, saved)
+        check_kind(self._masters.optimizer, saved)
 
     def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan."""
-        self._trained_masters.restore(saved)
+        self._masters.restore(saved)
         self._publish_loss_scale()
-
-    @property
-    def _trained_masters(self) -> MasterWeights:
-        assert self._masters is not None, "the stage trains something"
-        return self._masters
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state of schedule and loss scaler: the same on every rank."""
@@ -326,7 +303,7 @@ class DeepSpeedOptimizer:
         # a checkpoint that one process wrote has neither
         if load_scheduler and "learning_rates" in state:
             self._rates.load_state_dict(state["learning_rates"])
-            self._rates.publish(self._inner_optimizer)
+            self._rates.publish(self._masters.optimizer)
         self._scale.load_state_dict(state.get("loss_scaler", {}))
         self._publish_loss_scale()
 
@@ -351,7 +328,7 @@ def _make_inner_engine(
     *,
     optimizer: OptimizerFactory | None,
     parameters: list[Any],
-    mpu: _StageMpu,
+    mpu: Any,
     settings: Mapping[str, Any],
     device: torch.device,
 ) -> DeepSpeedEngine:
@@ -390,52 +367,25 @@ def device_arguments(device: torch.device) -> argparse.Namespace:
     return argparse.Namespace(device_rank=device.index or 0)
 
 
-class _StageMpu:
-    """The model-parallel unit that DeepSpeed takes its groups of: data-parallel inside one stage, else alone.
+def _stage_mpu(replica: StageReplica, data_group: dist.ProcessGroup) -> SimpleNamespace:
+    """Return the model-parallel unit that DeepSpeed takes its groups of: data-parallel inside one stage, else alone.
 
     Every method is DeepSpeed's: it looks for these names and takes a missing one for a model-parallel size of 1.
     """
+    answers: dict[str, Any] = {
+        "data_parallel_group": data_group,  # of this rank's tensor position
+        "data_parallel_group_ranks": list(replica.data_ranks),
+        "data_parallel_world_size": len(replica.data_ranks),
+        "data_parallel_rank": dist.get_group_rank(data_group, replica.rank),
+    }
+    for kind in ("", "tensor_", "pipeline_"):  # norm and overflow are the graph's, tensor ranks included
+        answers[f"{kind}model_parallel_group"] = replica.single_group
+        answers |= {f"{kind}model_parallel_world_size": 1, f"{kind}model_parallel_rank": 0}
+    return SimpleNamespace(**{f"get_{name}": functools.partial(_same, it) for name, it in answers.items()})
 
-    def __init__(self, replica: StageReplica, data_group: dist.ProcessGroup) -> None:
-        self._ranks = list(replica.data_ranks)
-        self._rank = replica.rank
-        self._data_group = data_group
-        self._single_group = replica.single_group
 
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """Return the data-parallel group of this rank's tensor position."""
-        return self._data_group
-
-    def get_data_parallel_group_ranks(self) -> list[int]:
-        """Return the global ranks of that group."""
-        return self._ranks
-
-    def get_data_parallel_world_size(self) -> int:
-        """Return the stage's degree."""
-        return len(self._ranks)
-
-    def get_data_parallel_rank(self) -> int:
-        """Return this rank's position in the data-parallel group."""
-        return dist.get_group_rank(self._data_group, self._rank)
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """Return the group of this rank alone: norm and overflow are the graph's, tensor ranks included."""
-        return self._single_group
-
-    def get_model_parallel_world_size(self) -> int:
-        """Return 1."""
-        return 1
-
-    def get_model_parallel_rank(self) -> int:
-        """Return 0."""
-        return 0
-
-    get_tensor_model_parallel_group = get_model_parallel_group
-    get_tensor_model_parallel_world_size = get_model_parallel_world_size
-    get_tensor_model_parallel_rank = get_model_parallel_rank
-    get_pipeline_model_parallel_group = get_model_parallel_group
-    get_pipeline_model_parallel_world_size = get_model_parallel_world_size
-    get_pipeline_model_parallel_rank = get_model_parallel_rank
+def _same(value: Any) -> Any:
+    return value
 
 
 @torch.no_grad()

@@ -33,7 +33,7 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.metrics import keep_timeline
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER
-from gpp_plugin.integrations.huggingface import pretrained_files
+from gpp_plugin.integrations.huggingface import hf_weights
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
@@ -492,7 +492,7 @@ class StockPipelineEngine(PipelineEngine):
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}
         setting = self._runner.source.setting
         is_writer = self.plan.stages[self.stage_id].ranks[0] == self.global_rank
-        pretrained_files.save_pretrained(
+        hf_weights.save_pretrained(
             save_directory,
             model=self._runner.source.model,
             states={self.stage_id: {**state, **self._spare}} if is_writer else {},
@@ -542,28 +542,25 @@ class StockPipelineEngine(PipelineEngine):
                 tensor.grad = torch.zeros_like(tensor)
         super()._exec_send_grads(buffer_id)
 
-    def _note(self, kind: EventKind, start_us: float) -> None:
-        if self._events is not None:
-            is_task = kind in (EventKind.FORWARD, EventKind.BACKWARD)
-            self._events.append(
-                Event(
-                    rank=self.global_rank,
-                    stage=self.stage_id,
-                    kind=kind,
-                    start_us=start_us,
-                    end_us=_now_us(),
-                    # Its schedule runs both kinds in order of micro-batches, so their number so far is
-                    # the number of this one.
-                    micro_batch=sum(e.kind is kind for e in self._events) if is_task else -1,
-                )
-            )
-
     @staticmethod
     def _timed(kind: EventKind, execute: Callable[..., None]) -> Callable[..., None]:
+        is_task = kind in (EventKind.FORWARD, EventKind.BACKWARD)
+
         def run(self: StockPipelineEngine, **arguments: Any) -> None:
             start = _now_us()
             execute(self, **arguments)
-            self._note(kind, start)
+            if self._events is None:
+                return
+            # Its schedule runs both kinds in order of micro-batches, so their number so far is the number of this one.
+            event = Event(
+                rank=self.global_rank,
+                stage=self.stage_id,
+                kind=kind,
+                start_us=start,
+                end_us=_now_us(),
+                micro_batch=sum(e.kind is kind for e in self._events) if is_task else -1,
+            )
+            self._events.append(event)
 
         return run
 

@@ -37,7 +37,6 @@ from gpp_plugin.integrations.deepspeed.stock_engine import (
     StockPipelineEngine,
     at_least_1d,
 )
-from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.model_source import ModelSource
@@ -101,7 +100,14 @@ def make_stock_engine(
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
     tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
-    own = _own_module({name: tensor for name, tensor in tensors.items() if name not in tied}, known)
+    # what only this stage holds, as a module that DeepSpeed's engine finds parameters and buffers in
+    alone = {name: tensor for name, tensor in tensors.items() if name not in tied}
+    own = StageModule(
+        tensors=alone,
+        parameters=[name for name in alone if not known[name].is_buffer],
+        frozen=frozenset(name for name in alone if not known[name].requires_grad),
+        persistent=frozenset(name for name in alone if known[name].is_persistent),
+    )
     layer = ChainLayer(module=own, comm_dtype=_comm_dtype(plan, reference, setting), device=setting.device)
     # From here on the user's model holds buffers only: its parameters are this layer's, or other ranks'.
     release_parameters(model, keep=(p.name for p in known.values() if p.is_buffer))
@@ -113,7 +119,16 @@ def make_stock_engine(
     groups = StageParameterGroups({n: p for n, p in trained.items() if p.requires_grad}, parameter_groups)
     parameters = groups.optimizer_input(trained) or [layer.add_unused()]
     buffers = dict(layer.stage.named_buffers())
-    engine = _make_engine(module, engine_config, parameters, optimizer, lr_scheduler, device=setting.device)
+    engine = StockPipelineEngine(
+        args=device_arguments(setting.device),
+        model=module,
+        optimizer=optimizer,
+        model_parameters=parameters,
+        lr_scheduler=lr_scheduler,
+        mpu=module.mpu(),
+        config=engine_config,
+        config_class=DeepSpeedConfig(engine_config, module.mpu()),
+    )
     _put_back(layer.stage, buffers)
     layer.bind({**trained, **buffers}, scalars=scalars)
     layer.use(code)
@@ -123,29 +138,13 @@ def make_stock_engine(
         prepare = planned.prepare_batch
         engine.use_rows(load(collate_fn=collate_fn, prepare=prepare, reads=None, keys=sample_batch))
     if setting.rank == 0 and engine.carried:
-        _log_carried(engine.carried)
+        logger.info(
+            "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
+            "floats, packed into one tensor (exact for every value)",
+            STOCK,
+            ", ".join(engine.carried),
+        )
     return engine
-
-
-def _make_engine(
-    module: _ChainModule,
-    engine_config: dict[str, Any],
-    parameters: Any,
-    optimizer: Callable[..., Any] | None,
-    lr_scheduler: Callable[..., Any] | None,
-    *,
-    device: torch.device,
-) -> StockPipelineEngine:
-    return StockPipelineEngine(
-        args=device_arguments(device),
-        model=module,
-        optimizer=optimizer,
-        model_parameters=parameters,
-        lr_scheduler=lr_scheduler,
-        mpu=module.mpu(),
-        config=engine_config,
-        config_class=DeepSpeedConfig(engine_config, module.mpu()),
-    )
 
 
 @contextmanager
@@ -157,25 +156,6 @@ def _local_rank_of(device: torch.device) -> Iterator[None]:
         yield
     finally:
         os.environ["LOCAL_RANK"] = before
-
-
-def _own_module(tensors: Mapping[str, Tensor], known: Mapping[str, Parameter]) -> StageModule:
-    """Return what only this stage holds, as a module that DeepSpeed's engine finds parameters and buffers in."""
-    return StageModule(
-        tensors=tensors,
-        parameters=[name for name in tensors if not known[name].is_buffer],
-        frozen=frozenset(name for name in tensors if not known[name].requires_grad),
-        persistent=frozenset(name for name in tensors if known[name].is_persistent),
-    )
-
-
-def _log_carried(names: Sequence[str]) -> None:
-    logger.info(
-        "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "
-        "floats, packed into one tensor (exact for every value)",
-        STOCK,
-        ", ".join(names),
-    )
 
 
 def _stage_tensors(runner: ChainRunner, read: Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -227,18 +207,15 @@ def _check_config(config: GraphPipelineConfig, setting: Setting) -> None:
             f"zero_optimization.stage: {setting.zero_stage} is incompatible with DeepSpeed's pipeline; use 0 or 1 to "
             f"compare with {STOCK}"
         )
-    if config.schedule not in ("auto", "1f1b"):
-        raise ConfigError(f"graph_pipeline.schedule: {config.schedule!r}, but {STOCK} runs 1F1B; remove it")
-    if config.units is not None:
-        raise ConfigError(
-            f"graph_pipeline.units: {config.units}, but {STOCK} runs micro-batches of one shape; remove it"
-        )
-    if config.loss_mean != "units":
-        raise ConfigError(
-            f"graph_pipeline.loss_mean: {config.loss_mean!r}, but {STOCK} takes the mean of losses; remove it"
-        )
-    if config.memory.recompute == "full":
-        raise ConfigError(f"graph_pipeline.memory.recompute: {STOCK} keeps what backward needs; remove it")
+    wrong = {
+        f"schedule: {config.schedule!r}, but {STOCK} runs 1F1B": config.schedule not in ("auto", "1f1b"),
+        f"units: {config.units}, but {STOCK} runs micro-batches of one shape": config.units is not None,
+        f"loss_mean: {config.loss_mean!r}, but {STOCK} takes the mean of losses": config.loss_mean != "units",
+        f"memory.recompute: {STOCK} keeps what backward needs": config.memory.recompute == "full",
+    }
+    for line, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(f"graph_pipeline.{line}; remove it")
     if config.trace_path is not None:
         logger.warning(
             "graph_pipeline.trace_path: DeepSpeed's engine records no timeline; nothing is written"
@@ -293,10 +270,6 @@ class _Tied(nn.Module):
         self.weight = nn.Parameter(tensor)
 
 
-def _pass(module: nn.Module, inputs: Any) -> Any:
-    return inputs
-
-
 class _ChainModule(PipelineModule):
     """DeepSpeed's module with the plan's cuts: a layer a stage, behind one for each tied parameter it uses.
 
@@ -319,9 +292,14 @@ class _ChainModule(PipelineModule):
         for index, _ in enumerate(plan.stages):
             for (key, tensor), stages in zip(tied.items(), users, strict=True):
                 if index in stages:
-                    layers.append(
-                        TiedLayerSpec(key, _Tied, tensor, forward_fn=_pass, tied_weight_attr="weight")
+                    spec = TiedLayerSpec(
+                        key,
+                        _Tied,
+                        tensor,
+                        forward_fn=lambda module, inputs: inputs,
+                        tied_weight_attr="weight",
                     )
+                    layers.append(spec)
             layers.append(layer)
             self._bounds.append(len(layers))
         with torch.no_grad():  # DeepSpeed broadcasts tied parameters in place

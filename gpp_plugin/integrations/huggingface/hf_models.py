@@ -99,8 +99,15 @@ def build_model_of(config: Any) -> nn.Module:
     try:
         model: nn.Module = kind(config)
     except Exception as error:  # whatever a model's own code does with wrong sizes
-        entries = _own_entries(config)
-        guilty = guilty_key(entries, lambda others: _build_bare(kind, type(config), others))
+        # what the configuration says that differs from its class
+        entries = config.to_diff_dict()
+        entries = {k: v for k, v in entries.items() if k not in ("model_type", "transformers_version")}
+
+        def build(others: dict[str, Any]) -> None:
+            with torch.device("meta"):
+                kind(type(config)(**others))
+
+        guilty = guilty_key(entries, build)
         raise ConfigError(wrong_entry(f"a {config.model_type}", entries, guilty, error)) from error
     return model.train()
 
@@ -117,17 +124,6 @@ def _class_to_train(config: Any) -> Any:
     # a class of models and nothing else that transformers has a name for
     is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
     return kind if is_model else None
-
-
-def _own_entries(config: Any) -> dict[str, Any]:
-    """Return what a configuration says that differs from its class."""
-    entries = config.to_diff_dict()
-    return {key: value for key, value in entries.items() if key not in ("model_type", "transformers_version")}
-
-
-def _build_bare(kind: Any, config_kind: Any, entries: dict[str, Any]) -> None:
-    with torch.device("meta"):
-        kind(config_kind(**entries))
 
 
 def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str, Any]:

@@ -11,7 +11,6 @@ Tests: tests/integrations/test_token_mean.py, tests/capture/test_values.py, test
 from __future__ import annotations
 
 import copy
-import functools
 import inspect
 import re
 import time
@@ -120,12 +119,12 @@ def guilty_key(
         inner = entries[key]
         if not isinstance(inner, dict):
             return (key,)
-        return (key, *guilty_key(inner, functools.partial(_build_with, build, rest, key), end=end))
+
+        def build_with(part: Mapping[str, Any], rest: dict[str, Any] = rest, key: str = key) -> Any:
+            return build({**rest, key: part})
+
+        return (key, *guilty_key(inner, build_with, end=end))
     return ()
-
-
-def _build_with(build: Callable[[dict[str, Any]], object], rest: dict[str, Any], key: str, part: Any) -> None:
-    build({**rest, key: part})
 
 
 def wrong_entry(source: object, entries: dict[str, Any], guilty: tuple[str, ...], error: Exception) -> str:

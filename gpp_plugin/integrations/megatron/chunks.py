@@ -235,7 +235,8 @@ class _Chunk:
         self.tensor_size = context.tensor_size
         self.context = context
         self.takes_mask = takes_mask
-        self._streams = DropoutStreams(seed, context) if self._draws() else None
+        draws = max(self.config.hidden_dropout, self.config.attention_dropout) > 0.0
+        self._streams = DropoutStreams(seed, context) if draws else None
         self._causal: Tensor | None = None
 
     def random_streams(self) -> contextlib.AbstractContextManager[None]:
@@ -243,9 +244,6 @@ class _Chunk:
         if self._streams is None or not self.training:
             return contextlib.nullcontext()
         return self._streams.of_forward()
-
-    def _draws(self) -> bool:
-        return max(self.config.hidden_dropout, self.config.attention_dropout) > 0.0
 
     def mask_of(
         self, mask: Tensor | None, *, length: int, device: torch.device, is_causal: bool
@@ -311,7 +309,12 @@ class GptChunk(_Chunk, GPTModel):
             loss_mask: [batch, sequence], 0 where a token's loss does not count.
             embeds: [batch, positions, hidden] by name, put in place of tokens, see `gpt_stage`.
         """
-        first = self._required("input_ids" if self.pre_process else "hidden_states", input_ids, hidden_states)
+        name, first = ("input_ids", input_ids) if self.pre_process else ("hidden_states", hidden_states)
+        if first is None:
+            raise ConfigError(
+                f"stage {self.stage!r}: with pre_process={self.pre_process} it reads {name!r}, which is not among its "
+                "inputs; add it to the stage's inputs"
+            )
         if set(embeds) != set(self.merged):
             raise ConfigError(
                 f"stage {self.stage!r}: it takes the embeddings {sorted(self.merged)} and received {sorted(embeds)}; "
@@ -319,7 +322,8 @@ class GptChunk(_Chunk, GPTModel):
             )
         # input_ids are [batch, sequence], hidden states [sequence / shards, batch, hidden]: masks are of
         # whole sequences, 1024 both for ids [4, 1024] and for hidden states [512, 4, 512] of two shards.
-        length = first.shape[1] if self.pre_process else first.shape[0] * self._sequence_shards()
+        shards = self.tensor_size if self.config.sequence_parallel else 1
+        length = first.shape[1] if self.pre_process else first.shape[0] * shards
         mask = self.mask_of(attention_mask, length=length, device=first.device, is_causal=True)
         with self.random_streams():
             # Megatron's pipeline hands a later chunk its input beside the call, as an attribute. It is
@@ -357,18 +361,6 @@ class GptChunk(_Chunk, GPTModel):
         if self.has_logits:
             whole = gather_from_tensor_model_parallel_region(logits.contiguous(), group=self.tp_group)
         return vocab_parallel_cross_entropy(logits, labels, self.tp_group), whole
-
-    def _required(self, name: str, input_ids: Tensor | None, hidden_states: Tensor | None) -> Tensor:
-        found = input_ids if name == "input_ids" else hidden_states
-        if found is None:
-            raise ConfigError(
-                f"stage {self.stage!r}: with pre_process={self.pre_process} it reads {name!r}, which is not among its "
-                "inputs; add it to the stage's inputs"
-            )
-        return found
-
-    def _sequence_shards(self) -> int:
-        return self.tensor_size if self.config.sequence_parallel else 1
 
     def _embed(self, input_ids: Tensor, position_ids: Tensor | None, embeds: dict[str, Tensor]) -> Tensor:
         """Return embed_SBH of the tokens, with ``embeds`` in the places of their tokens."""

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from torch import Tensor
 _originals: dict[tuple[str, str], Any] = {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replacement:
+class Replacement(NamedTuple):
     """One name of one megatron-core module.
 
     Args:
@@ -35,45 +33,35 @@ class Replacement:
 
     module: str
     name: str
-    why: str
     make: Callable[[], Any]
+    why: str
 
 
-class _TorchOnCpu(ModuleType):
-    """The ``torch`` of a module that reads the current CUDA device of it."""
+class _Changed(ModuleType):
+    """A module with some names of its own, the rest another's."""
 
-    def __init__(self) -> None:
-        super().__init__("torch")
-        self.cuda = _CudaOnCpu("torch.cuda")
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-class _CudaOnCpu(ModuleType):
-    @staticmethod
-    def current_device() -> torch.device:
-        """Return where everything is."""
-        return torch.device("cpu")
+    def __init__(self, module: ModuleType, **own: Any) -> None:
+        super().__init__(module.__name__)
+        self._module = module
+        vars(self).update(own)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch.cuda, name)
+        return getattr(self._module, name)
 
 
-class _DistributedOnCpu(ModuleType):
-    """The ``torch.distributed`` of a module that requests NCCL by name."""
+def _torch_on_cpu() -> ModuleType:
+    """Return the ``torch`` of a module that reads the current CUDA device of it."""
+    return _Changed(torch, cuda=_Changed(torch.cuda, current_device=lambda: torch.device("cpu")))
 
-    def __init__(self) -> None:
-        super().__init__("torch.distributed")
 
-    @staticmethod
-    def new_subgroups_by_enumeration(ranks: Sequence[Sequence[int]], **options: Any) -> Any:
-        """Make the groups on the default backend."""
+def _distributed_on_cpu() -> ModuleType:
+    """Return the ``torch.distributed`` of a module that requests NCCL by name: groups are on the default backend."""
+
+    def new_subgroups(ranks: Sequence[Sequence[int]], **options: Any) -> Any:
         make: Callable[..., Any] = dist.new_subgroups_by_enumeration
         return make(ranks, **{**options, "backend": None})
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
+    return _Changed(dist, new_subgroups_by_enumeration=new_subgroups)
 
 
 def _get_rng_state(device: Any = "cuda", clone: bool = False, graph_safe: bool = False) -> Tensor:
@@ -114,64 +102,34 @@ def _make_tracker() -> Any:
     return RngStatesTracker()
 
 
-_DEVICE = "allocates on torch.cuda.current_device()"
-_BRIDGE = "megatron.core.pipeline_parallel.bridge_communicator"
-_RANDOM = "megatron.core.tensor_parallel.random"
+_CORE = "megatron.core"
+_BRIDGE = f"{_CORE}.pipeline_parallel.bridge_communicator"
+_RANDOM = f"{_CORE}.tensor_parallel.random"
+_ON_DEVICE = {
+    f"{_CORE}.utils": "its global buffer",
+    f"{_CORE}.tensor_parallel.mappings": "gathering and scattering",
+    f"{_CORE}.tensor_parallel.layers": "the sequence-parallel backward of a linear layer",
+    f"{_CORE}.models.common.embeddings.rotary_pos_embedding": "what moves rotary frequencies",
+    f"{_CORE}.pipeline_parallel.p2p_communication": "a receive",
+    _BRIDGE: "a receive",
+}
+"""Modules that allocate on ``torch.cuda.current_device()``, and what does."""
 REPLACED = (
+    *(Replacement(module, "torch", _torch_on_cpu, why) for module, why in _ON_DEVICE.items()),
+    Replacement(_BRIDGE, "dist", _distributed_on_cpu, "its groups are made with NCCL by name"),
+    Replacement(_RANDOM, "_get_cuda_rng_state", lambda: _get_rng_state, "recomputation keeps CUDA's state"),
+    Replacement(_RANDOM, "_set_cuda_rng_state", lambda: _set_rng_state, "recomputation keeps CUDA's state"),
     Replacement(
-        module="megatron.core.utils", name="torch", why=f"its global buffer {_DEVICE}", make=_TorchOnCpu
+        _RANDOM,
+        "_CUDA_RNG_STATE_TRACKER",
+        _make_tracker,
+        "attention dropout draws from one of its streams, which are states of a CUDA generator",
     ),
     Replacement(
-        module="megatron.core.tensor_parallel.mappings",
-        name="torch",
-        why=f"gathering and scattering {_DEVICE}",
-        make=_TorchOnCpu,
-    ),
-    Replacement(
-        module="megatron.core.tensor_parallel.layers",
-        name="torch",
-        why=f"the sequence-parallel backward of a linear layer {_DEVICE}",
-        make=_TorchOnCpu,
-    ),
-    Replacement(
-        module="megatron.core.models.common.embeddings.rotary_pos_embedding",
-        name="torch",
-        why=f"rotary frequencies are moved to where it {_DEVICE}",
-        make=_TorchOnCpu,
-    ),
-    Replacement(
-        module="megatron.core.pipeline_parallel.p2p_communication",
-        name="torch",
-        why=f"a receive {_DEVICE}",
-        make=_TorchOnCpu,
-    ),
-    Replacement(module=_BRIDGE, name="torch", why=f"a receive {_DEVICE}", make=_TorchOnCpu),
-    Replacement(
-        module=_BRIDGE, name="dist", why="its groups are made with NCCL by name", make=_DistributedOnCpu
-    ),
-    Replacement(
-        module=_RANDOM,
-        name="_get_cuda_rng_state",
-        why="recomputation keeps CUDA's state",
-        make=lambda: _get_rng_state,
-    ),
-    Replacement(
-        module=_RANDOM,
-        name="_set_cuda_rng_state",
-        why="recomputation keeps CUDA's state",
-        make=lambda: _set_rng_state,
-    ),
-    Replacement(
-        module=_RANDOM,
-        name="_CUDA_RNG_STATE_TRACKER",
-        why="attention dropout draws from one of its streams, which are states of a CUDA generator",
-        make=_make_tracker,
-    ),
-    Replacement(
-        module=_RANDOM,
-        name="_CUDA_RNG_STATE_TRACKER_INITIALIZED",
-        why="else the tracker is made anew on first use",
-        make=lambda: True,
+        _RANDOM,
+        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
+        lambda: True,
+        "else the tracker is made anew on first use",
     ),
 )
 

@@ -115,12 +115,11 @@ def shard_of(whole: Tensor, parameter: Tensor, *, rank: int, size: int) -> Tenso
     """Return the part of ``whole`` that ``rank`` of ``size`` ranks has; all of it where they have duplicates."""
     if size == 1 or not is_shard(parameter):
         return whole
-    return cut_shard(whole, rank, size, axis=_axis(parameter), stride=_stride(parameter))
+    return cut_shard(whole, rank, size, **_way(parameter))
 
 
-def unshard(shares: list[Tensor], parameter: Tensor) -> Tensor:
-    """Return the whole of the shares of all ranks, in order; the reverse of `shard_of`."""
-    return join_shards(shares, axis=_axis(parameter), stride=_stride(parameter))
+def _way(parameter: Any) -> dict[str, int]:
+    return {"axis": int(parameter.partition_dim), "stride": int(parameter.partition_stride)}
 
 
 def _context_of(module: nn.Module) -> StageContext:
@@ -147,15 +146,7 @@ def _gather(value: Tensor, parameter: Tensor, context: StageContext) -> Tensor:
     assert context.tensor_group is not None
     shares = [torch.empty_like(value) for _ in range(context.tensor_size)]
     dist.all_gather(shares, value, group=context.tensor_group)
-    return unshard(shares, parameter)
-
-
-def _axis(parameter: Any) -> int:
-    return int(parameter.partition_dim)
-
-
-def _stride(parameter: Any) -> int:
-    return int(parameter.partition_stride)
+    return join_shards(shares, **_way(parameter))
 
 
 State = Mapping[str, Tensor]
@@ -214,7 +205,13 @@ class MegatronStage:
         require_megatron(context.stage)
         self.check(context.stage, context.tensor_size)
         cpu.install()
-        _prepare_megatron()
+        from megatron.core import parallel_state
+
+        # The one global that modules read whatever groups they receive (megatron-core 0.16:
+        # ``get_global_memory_buffer`` in linear layers with sequence parallelism); it is scratch space and
+        # belongs to no group.
+        if parallel_state._GLOBAL_MEMORY_BUFFER is None:
+            parallel_state._set_global_memory_buffer()
         config = stage_config(self.config, context)
         from gpp_plugin.integrations.megatron.chunks import seed_streams
 
@@ -411,16 +408,6 @@ def mark_partial_gradients(module: nn.Module, config: Any) -> None:
     for name, parameter in module.named_parameters():
         if "q_layernorm" in name or "k_layernorm" in name:
             parameter.sequence_parallel = True  # type: ignore[attr-defined]
-
-
-def _prepare_megatron() -> None:
-    from megatron.core import parallel_state
-
-    # The one global that modules read whatever groups they receive (megatron-core 0.16:
-    # ``get_global_memory_buffer`` in linear layers with sequence parallelism); it is scratch space and
-    # belongs to no group.
-    if parallel_state._GLOBAL_MEMORY_BUFFER is None:
-        parallel_state._set_global_memory_buffer()
 
 
 def check_sizes(stage: str, config: Any, tensor: int, *, vocab_size: int | None) -> None:

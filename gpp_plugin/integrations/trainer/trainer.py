@@ -1,4 +1,4 @@
-"""`GraphPipelineTrainer`: HuggingFace's Trainer, over a graph of pipeline stages.
+"""`GraphPipelineTrainer` and `GraphPipelineSeq2SeqTrainer`: HuggingFace's trainers, over a graph of pipeline stages.
 
 Each rank runs Trainer's own loop as one process would, on the whole stream of batches; in place of forward, backward
 and step there is `engine.train_batch`, and in place of a forward for evaluation `engine.eval_batch`. Callbacks,
@@ -10,8 +10,8 @@ logging, best models and limits on checkpoints are Trainer's own. accelerate pre
     optimizer, scheduler                  a recipe of each, for every stage
     checkpoint-N/                         weights as HuggingFace has them, and the engine's checkpoint beside them
 
-Source: transformers, Trainer (release 5.23)
-Tests: tests/integrations/test_trainer.py
+Source: transformers, Trainer and Seq2SeqTrainer (release 5.23)
+Tests: tests/integrations/test_trainer.py, tests/soak/generation.py
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
-from transformers import Trainer
+from transformers import Seq2SeqTrainer, Trainer
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
@@ -466,6 +466,56 @@ class GraphPipelineTrainer(Trainer):
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
         self._engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+
+
+class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
+    """Trains as `GraphPipelineTrainer`; with ``predict_with_generate`` evaluation and prediction generate.
+
+    Its step of prediction is HuggingFace's, with the engine's `generate` and forward in place of the model's.
+
+    Args:
+        passed: as of `GraphPipelineTrainer`; the arguments are ``Seq2SeqTrainingArguments``.
+    """
+
+    def _as_one_process(self, tensors: Any, **_: Any) -> Any:
+        """Return all: Seq2SeqTrainer cuts nothing, so that its mean loss counts a short last batch as a whole one."""
+        return tensors
+
+    def prediction_step(
+        self,
+        model: Any,
+        inputs: Mapping[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **gen_kwargs: Any,
+    ) -> tuple[Any, Any, Any]:
+        """Return loss, generated tokens and labels of a batch, on every rank."""
+        if not self.args.predict_with_generate or prediction_loss_only:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        trainer: Any = self
+        own, stand = trainer.model, _Generating(self._engine, trainer.model)
+        trainer.model = stand
+        try:
+            answer: tuple[Any, Any, Any] = Seq2SeqTrainer.prediction_step(
+                trainer, stand, inputs, prediction_loss_only, ignore_keys, **gen_kwargs
+            )
+        finally:
+            trainer.model = own
+        return answer
+
+
+class _Generating:
+    """What HuggingFace's step of prediction calls on a model: the engine does it; the rest is the model's."""
+
+    def __init__(self, engine: Any, model: Any) -> None:
+        self.generate = engine.generate
+        self._engine, self._model = engine, model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def __call__(self, **inputs: Any) -> dict[str, Any]:
+        return {"loss": self._engine.eval_batch(iter([inputs]))}
 
 
 class _Stand:

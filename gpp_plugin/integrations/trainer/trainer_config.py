@@ -234,26 +234,13 @@ def engine_config(
     config = copy.deepcopy(dict(user_config))
     if not (config.get(BLOCK) or {}).get("enabled", True):
         raise ConfigError(f"{BLOCK}.enabled is false: use transformers.Trainer, or enable the block")
-    unit = args.per_device_train_batch_size
     wrong: list[str] = []
-    _settle(wrong, config, "train_micro_batch_size_per_gpu", unit, "per_device_train_batch_size")
-    _settle(
-        wrong,
-        config,
-        "train_batch_size",
-        mini_batch,
-        "per_device_train_batch_size x gradient_accumulation_steps x ranks",
-    )
-    if config.get("gradient_accumulation_steps", AUTO) != AUTO:
-        _settle(
-            wrong,
-            config,
-            "gradient_accumulation_steps",
-            args.gradient_accumulation_steps,
-            "gradient_accumulation_steps",
-        )
-    # of an engine it means the losses of a step, on all ranks
-    config.pop("gradient_accumulation_steps", None)
+    unit, batches = "per_device_train_batch_size", "gradient_accumulation_steps"
+    _settle(wrong, config, "train_micro_batch_size_per_gpu", args.per_device_train_batch_size, unit)
+    _settle(wrong, config, "train_batch_size", mini_batch, f"{unit} x {batches} x ranks")
+    if config.get(batches, AUTO) != AUTO:
+        _settle(wrong, config, batches, args.gradient_accumulation_steps, batches)
+    config.pop(batches, None)  # of an engine it means the losses of a step, on all ranks
     _settle(wrong, config, "gradient_clipping", float(args.max_grad_norm), "max_grad_norm")
     for key in ("bf16", "fp16"):
         is_wanted = bool(getattr(args, key))
@@ -266,7 +253,12 @@ def engine_config(
     if wrong:
         raise ConfigError("\n".join([*wrong, 'set these keys to "auto", or make them equal']))
     block = dict(config.get(BLOCK) or {})
-    _settle_units(block, units)
+    if units is not None and block.get("units", units) is not None:
+        if block.setdefault("units", units) != units:
+            raise ConfigError(
+                f"{BLOCK}.units: {block['units']}, and an optimizer step has {units} batches "
+                "(gradient_accumulation_steps x ranks); remove the key"
+            )
     if counts_tokens:
         block.setdefault("loss_mean", "tokens")
     own = _without_auto({key: value for key, value in config.items() if key != BLOCK})
@@ -326,9 +318,8 @@ def _settle_optimizer(wrong: list[str], config: dict[str, Any], args: Any, max_s
         }
         if not max_steps:  # no schedule is stepped, and it is unknown how many steps there would be
             params.update({key: value for key, (value, _) in steps.items() if key in params})
-        _settle_params(
-            wrong, config, "scheduler", {"warmup_max_lr": (args.learning_rate, "learning_rate"), **steps}
-        )
+        rate = {"warmup_max_lr": (args.learning_rate, "learning_rate")}
+        _settle_params(wrong, config, "scheduler", rate | steps)
 
 
 def _settle_params(
@@ -338,17 +329,6 @@ def _settle_params(
     for key, (value, name) in sources.items():
         if key in params:
             _settle(wrong, params, key, value, name, where=f"{block}.params.")
-
-
-def _settle_units(block: dict[str, Any], units: int | None) -> None:
-    if units is None or (block.get("units", units) is None):
-        return
-    if block.get("units", units) != units:
-        raise ConfigError(
-            f"{BLOCK}.units: {block['units']}, and an optimizer step has {units} batches (gradient_accumulation_steps "
-            "x ranks); remove the key"
-        )
-    block["units"] = units
 
 
 def why_no_units(config: Mapping[str, Any]) -> str:

@@ -313,8 +313,7 @@ class RankPrograms:
                 held += sizes.get(message, 0.0)
                 most = max(most, held)
             elif instruction.task is not None:
-                number, half = instruction.task.micro_batch, instruction.task.half
-                read = {m for m in unread if m.dst_micro_batch == number and m.dst_half in (None, half)}
+                read = {m for m in unread if _is_read_by(m, instruction.task)}
                 held -= sum(sizes[m] for m in read)
                 unread -= read
         return most
@@ -330,6 +329,11 @@ def _reader(message: Message, stage: int | None) -> Task:
     is_forward = message.direction is Direction.ACTIVATION
     kind = TaskKind.FORWARD if is_forward else TaskKind.BACKWARD
     return Task(stage=stage, kind=kind, micro_batch=message.dst_micro_batch)
+
+
+def _is_read_by(message: Message, task: Task) -> bool:
+    half = message.dst_half
+    return message.dst_micro_batch == task.micro_batch and (half is None or half == task.half)
 
 
 # ---- mode async -----------------------------------------------------------------------------------------

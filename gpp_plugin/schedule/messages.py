@@ -150,7 +150,7 @@ def gradient_bytes(edge: StageEdge, num_samples: int, has_whole_tensors: bool) -
 
 
 PREFETCHED_BUFFERS = 2
-"""How many receives before their place a CUDA device has buffers for (`runtime.messages.receive_buffers`)."""
+"""How many receives before their place a CUDA device has buffers for (`runtime.messages.mailbox`)."""
 
 
 def most_sends(program: RankProgram, *, in_flight: int) -> int:

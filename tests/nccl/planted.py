@@ -188,7 +188,7 @@ JOBS: dict[str, Callable[[], Recorded]] = {
 
 _PENDING = "runtime.messages.pending:Posted"
 _MAIL = "runtime.messages.mailbox:Mailbox"
-_BUFFERS = "runtime.messages.receive_buffers:ReceiveBuffers"
+_BUFFERS = "runtime.messages.mailbox:ReceiveBuffers"
 _NCCL = "runtime.messages.nccl_transport"
 _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.input_rows"
@@ -338,13 +338,11 @@ def usual(job: str) -> Recorded:
 
 def find(fault: Fault) -> str:
     """Return which check finds a fault, ``nothing`` where none does."""
-    try:
-        with planted(fault):
+    with planted(fault):  # outside: one that cannot be planted is not found
+        try:
             recorded = JOBS[fault.job]()
-    except Exception as error:
-        if SAME_GROUPS in str(error):
-            return "order"
-        return f"error ({type(error).__name__})"
+        except Exception as error:
+            return "order" if SAME_GROUPS in str(error) else f"error ({type(error).__name__})"
     found = []
     if recorded.races():
         found.append("race")

@@ -475,7 +475,7 @@ class Transport(Protocol):
 
     buffers_ahead: int
     """How many receives ahead buffers on a CUDA device are made. Where any are, a receive is posted with a current
-    stream that waits for what used their memory before and for nothing else (`runtime.messages.receive_buffers`)."""
+    stream that waits for what used their memory before and for nothing else (`runtime.messages.mailbox`)."""
 
     def bind_send(self, message: Message, payloads: Sequence[Payload], edge: str) -> Post:
         """Return what sends the message."""

@@ -136,8 +136,10 @@ class StageGroups:
         world = new_group(list(range(plan.num_ranks)))
         single = new_group([dist.get_rank()], use_local_synchronization=True)
 
-        def make_one_of(grids: Iterable[Sequence[int]], **other: Any) -> dist.ProcessGroup | int:
-            return _own([new_group(list(ranks), **other) for ranks in grids])
+        def make_one_of(
+            grids: Iterable[Sequence[int]], backend: str | None = backend
+        ) -> dist.ProcessGroup | int:
+            return _own([new_group(list(ranks), backend=backend) for ranks in grids])
 
         data = tuple(
             make_one_of(stage.data_ranks(position) for position in range(stage.tensor))

@@ -248,10 +248,8 @@ def under_way_bytes(plan: PipelinePlan, program: RankProgram) -> int:
     received = [m for m in program.messages(InstructionKind.RECEIVE) if not m.is_local_transfer]
     sizes = [_message_bytes(plan, message) for message in received]
     unread: defaultdict[tuple[bool, int, int | None], float] = defaultdict(float)
-    for incoming, size in zip(received, sizes, strict=True):
-        unread[incoming.direction is Direction.ACTIVATION, incoming.dst_micro_batch, incoming.dst_half] += (
-            size
-        )
+    for each, size in zip(received, sizes, strict=True):
+        unread[each.direction is Direction.ACTIVATION, each.dst_micro_batch, each.dst_half] += size
     limit = most_sends(program, in_flight=plan.stages[program.stage].in_flight)
     sent: deque[float] = deque()
     held = most = 0.0

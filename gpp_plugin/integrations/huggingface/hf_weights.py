@@ -509,7 +509,8 @@ def _commit(staging: Path, target: Path, index: str) -> None:
 
 def _together(collectives: Collectives, action: Callable[[], T]) -> list[T]:
     """Return what every rank's action returns, or raise on all ranks if one fails."""
-    result, problem = None, None
+    result: T | None = None
+    problem: str | None = None
     try:
         result = action()
     except Exception as error:  # the other ranks must hear of it, whatever it is

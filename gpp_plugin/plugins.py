@@ -34,7 +34,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from gpp_plugin.errors import ExtensionError, nearest
 from gpp_plugin.ir.plan import PipelinePlan
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
     from gpp_plugin.runtime.messages.payloads import Payload
-    from gpp_plugin.runtime.messages.transport import Post
 
 # The registry: planners, schedules, transports and backends by name, the plugin's own and those of other packages.
 #
@@ -453,6 +452,27 @@ class Schedule(Protocol):
 
 
 # ---- transports ----------------------------------------------------------------------------------------------
+
+
+class Pending(Protocol):
+    """The posted transfers of one message."""
+
+    def wait(self) -> None:
+        """Complete them: a receive's buffers may be read, sent tensors may be reused.
+
+        Raises:
+            CommTimeout: the peer did not answer in time, or is gone.
+        """
+
+    def is_done(self) -> bool:
+        """Return whether `wait` would return at once."""
+
+
+Post: TypeAlias = "Callable[[Sequence[Any]], Pending]"
+"""Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers.
+
+A buffer may get other memory when its receive is posted: read it after `Pending.wait` only.
+"""
 
 
 class Transport(Protocol):

@@ -26,10 +26,9 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
-from gpp_plugin.plugins import Transport, TransportRequest, find_transport
+from gpp_plugin.plugins import Pending, Post, Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.runtime.messages.payloads import Payload, payloads_of
-from gpp_plugin.runtime.messages.transport import Pending, Post
 from gpp_plugin.runtime.rank_programs import channels_of
 
 TIMEOUT_S = 60.0

@@ -173,7 +173,9 @@ def test_backends_patterns_and_rules_are_registered_by_name() -> None:
 
 
 def test_what_cannot_be_registered_is_refused() -> None:
-    with pytest.raises(ExtensionError, match="and build; derive a class from gpp_plugin.plugins.Backend"):
+    with pytest.raises(
+        ExtensionError, match="without build and .*; derive a class from gpp_plugin.plugins.Backend"
+    ):
         add_backend("mine", object())
     with pytest.raises(ExtensionError, match="there is a backend 'auto' already"):
         add_backend("auto", object())

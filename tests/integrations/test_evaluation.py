@@ -91,7 +91,7 @@ class Job:
         reference: Any = SimpleNamespace(analysis=analysis, block_graph=block_graph)
         source: Any = SimpleNamespace(
             analyse=lambda batch, outputs: self.log.append(f"capture {sorted(batch)}") or reference,
-            unit_rule=lambda reference: None, meet=lambda reference, batch: None,
+            unit_rule=lambda reference: None, learn_shapes=lambda reference, batch: None,
             complete_module=lambda module, tensors: self.log.append("complete"),
         )  # fmt: skip
         stages: Any = SimpleNamespace(

@@ -268,7 +268,7 @@ FAULTS = (
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
     Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
     # tensor ranks
-    Fault("runtime.tensor_parallel.tensor_ranks:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
+    Fault("runtime.tensor_ranks:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
     Fault("engine.stage_groups:StageGroups.create", "backend=both", "backend=backend", job="tensor"),
     # messages that are staged through the host; generation; saves that are written behind the training
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),

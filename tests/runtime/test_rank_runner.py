@@ -151,11 +151,11 @@ def watched_run(
     )
     network = dataclasses.replace(network, specs=specs, starts=starts)
     watched: dict[int, Watched] = {}
-    import gpp_benchmarks._exactness_ranks as ranks
+    import gpp_benchmarks._exactness_kept as ranks
 
     plain = ranks.stage_compute
 
-    def compute(network: Any, program: RankProgram, parameters: Any, own: Any) -> Any:
+    def compute(network: Any, program: RankProgram, parameters: Any, own: Any, **_: Any) -> Any:
         watched[program.stage] = Watched(
             plain(network, program, parameters, own), write=program.stage == writes
         )
@@ -211,11 +211,11 @@ class Counted(Watched):
 
 
 def test_what_was_handed_over_and_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpp_benchmarks._exactness_ranks as ranks
+    import gpp_benchmarks._exactness_kept as ranks
 
     held, most = list[StorageWeakRef](), list[int]()
     plain, step = ranks.stage_compute, LinearHooks.step
-    monkeypatch.setattr(ranks, "stage_compute", lambda *given: Counted(plain(*given), held, most))
+    monkeypatch.setattr(ranks, "stage_compute", lambda *given, **_: Counted(plain(*given), held, most))
     left: list[int] = []
 
     def count(hooks: LinearHooks) -> Any:

@@ -29,8 +29,9 @@ from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message, RankProgram
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.plugins import Pending, Post
 from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
-from gpp_plugin.runtime.messages.transport import Pending, Post, Transport
+from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import most_sends
 from gpp_plugin.schedule.program_sets import moved_message

@@ -26,7 +26,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,34 +34,13 @@ from torch import Tensor
 
 from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.program import Direction, Message
-from gpp_plugin.plugins import Channel, Transport, TransportFactory, TransportRequest
+from gpp_plugin.plugins import Channel, Pending, Post, Transport, TransportFactory, TransportRequest
 from gpp_plugin.runtime.messages.payloads import Payload
 from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, opening_order, widened_sockets
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.schedule.messages import PREFETCHED_BUFFERS
 
 # ---- what has been posted -------------------------------------------------------------------------------
-
-
-class Pending(Protocol):
-    """The posted transfers of one message."""
-
-    def wait(self) -> None:
-        """Complete them: a receive's buffers may be read, sent tensors may be reused.
-
-        Raises:
-            CommTimeout: the peer did not answer in time, or is gone.
-        """
-
-    def is_done(self) -> bool:
-        """Return whether `wait` would return at once."""
-
-
-Post = Callable[[Sequence[Tensor]], Pending]
-"""Posts the transfers of one message: of contiguous tensors to send, or into contiguous buffers.
-
-A buffer may get other memory when its receive is posted: read it after `Pending.wait` only.
-"""
 
 
 _GONE = ("closed by peer", "reset by peer", "broken pipe")

@@ -23,6 +23,7 @@ Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 _MARK = "_gpp_plugin_original"
 
 MOVED = {
+    "gpp_plugin.capture.attention": "gpp_plugin.capture.mask_values",
     "gpp_plugin.collage.registered": "gpp_plugin.collage.candidates",
     "gpp_plugin.demo.digits": "gpp_plugin.demo.clip",
     "gpp_plugin.doors": "gpp_plugin.plugins",
@@ -33,6 +34,7 @@ MOVED = {
     "gpp_plugin.plan.plan_schedules": "gpp_plugin.plan.choose_schedule",
     "gpp_plugin.report.memory_text": "gpp_plugin.report.plan_text",
     "gpp_plugin.runtime.messages.assembly": "gpp_plugin.runtime.messages.mailbox",
+    "gpp_plugin.schedule.checks.validate_windows": "gpp_plugin.schedule.checks.validate_programs",
     "gpp_plugin.schedule.early_reductions": "gpp_plugin.schedule.gathers",
     "gpp_plugin.schedule.placement": "gpp_plugin.schedule.lower",
 }

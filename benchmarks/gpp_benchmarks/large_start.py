@@ -1,8 +1,8 @@
 """What starting a job of many ranks takes: groups, requests to the job's store, bytes, sockets; modelled and counted.
 
-The model (`benchmarks/gpp_benchmarks/_start_traffic.py`) is of a chain of stages with data-parallel ranks, eight
-ranks a host, on CPUs, where all groups are gloo's. Each number of ranks has two rows: every rank reads every other's
-facts and gloo connects each with each, which is what torch does by itself; and as this plugin has it. ``store s`` is
+The model is of a chain of stages with data-parallel ranks, eight ranks a host, on CPUs, where all groups are gloo's.
+Each number of ranks has two rows: every rank reads every other's facts and gloo connects each with each, which is
+what torch does by itself; and as this plugin has it. ``store s`` is
 how long rank 0's store is at work, at ``--request-us`` for a request and ``--store-gbs`` for bytes; ``turns`` how
 many channels of NCCL are opened one after another. With ``--start`` ranks of a tiny model are started here, as many
 as asked for, and train two steps; their requests, groups and sockets (those that listen, too) are counted and stand

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 
 from gpp_benchmarks import zoo
 from gpp_benchmarks.zoo import _children, _on_ranks, _staged, _trial
-from gpp_benchmarks.zoo._staged import Trained, worst_of
+from gpp_benchmarks.zoo._staged import Trained
 from gpp_benchmarks.zoo.plain import PLAIN_MODELS, _plain_ranks
 from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.relative_errors import gradient_errors
 from tests.ranks import run_kept_ranks
 
 SOME = ("qwen2_5_vl", "whisper", "t5", "clip", "detr", "mixtral", "resnet")
@@ -128,17 +126,6 @@ def test_a_model_that_takes_too_long_is_one_row(capsys: pytest.CaptureFixture[st
     assert main(["bench", "zoo", "--models", "switch_transformers", "--timeout", "0.05", "--json"]) == 0
     (row,) = told(capsys)["rows"]
     assert row["verdict"] == "ended" and "more than 0.05 s, in phase" in row["line"]
-
-
-def test_a_missing_gradient_is_an_error() -> None:
-    wanted = {"a": torch.ones(4), "b": torch.ones(4)}
-    assert worst_of(gradient_errors(wanted, wanted)) == (0.0, "a")
-    assert worst_of(gradient_errors({"a": torch.ones(4)}, wanted)) == (1.0, "b")
-    assert gradient_errors(wanted, {"a": torch.ones(4)}) == {"a": 0.0, "b": pytest.approx(1000.0)}
-    assert gradient_errors({"a": torch.full((4,), torch.nan), "b": torch.ones(4)}, wanted) == {
-        "a": math.inf,
-        "b": 0.0,
-    }
 
 
 def on_ranks(name: str) -> dict[str, Any]:

@@ -129,33 +129,6 @@ def test_programs_of_a_plan_are_those_the_engine_would_lower():
         assert [program.rank for program in programs_of_plan(plan)] == [0, 1, 2]
 
 
-def test_a_message_that_does_not_come_ends_the_rehearsal_with_its_place():
-    """A single rank waits for a peer that never started its part."""
-
-    def names_place(text):
-        return "loss" in text and "edge stage0 -> loss" in text
-
-    errors = run_kept_ranks(one_rank_stays_away, 2, timeout_s=60)
-    assert names_place(errors[1]), errors[1]
-
-
-def one_rank_stays_away():
-    import torch.distributed as dist
-
-    from gpp_plugin.errors import CommTimeout
-
-    plan = plan_of("pair", [(0, 1)])
-    # also how long making the groups may take, on a machine with other work
-    rank = RehearsalRank(plan, RehearsalSettings(comm_timeout_s=4.0), has_step=False)
-    text = ""
-    if dist.get_rank() == 1:
-        with pytest.raises(CommTimeout) as raised:
-            rank.iterate()
-        text = str(raised.value)
-    dist.barrier()
-    return text
-
-
 @pytest.fixture
 def plan_file(tmp_path):
     path = tmp_path / "plan.json"

@@ -250,14 +250,6 @@ def test_messages_name_halves_that_are_run():
     assert joined.samples == SampleRange(first_sample=4, num_samples=4)
 
 
-def test_the_second_half_is_not_sent_before_it_is_made():
-    def swap(instructions):
-        first, second = sends_over(instructions, 0)[:2]  # the halves of micro-batch 0
-        instructions[first], instructions[second] = instructions[second], instructions[first]
-
-    reject_sliced(changed(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
-
-
 def test_in_flight_ends_with_the_weight_gradient():
     counts = [stage.in_flight for stage in SLICED.stages]
     held = counts[1]

@@ -91,18 +91,6 @@ def test_critical_path_of_a_chain_runs_along_the_last_stage():
     assert text(path) == "0F0 1F0 2F0 2B0 2F1 2B1 2F2 2B2 1B2 0B2"
 
 
-def test_critical_path_runs_along_the_slow_stage():
-    plan = chain_plan(3, 4, forward_us=[1.0, 5.0, 1.0], backward_us=[1.0, 5.0, 1.0])
-    assert text(critical_path(plan, simulate_plan(plan))) == "0F0 1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3 0B3"
-
-
-def test_critical_path_takes_the_slow_branch():
-    plan = simple_plan(
-        [1, 1, 1], [(0, 2), (1, 2)], mini_batch=1, forward_us=[2.0, 3.0, 1.0], backward_us=[1.0, 2.0, 1.0]
-    )
-    assert text(critical_path(plan, simulate_plan(plan))) == "1F0 2F0 2B0 1B0"
-
-
 def test_halves_and_split_backwards():
     plan = simple_plan([2, 2], [(0, 1)], mini_batch=4, forward_us=2.0, backward_us=4.0)
     plan = with_all(plan, schedule="zero_bubble", num_sliced=1)

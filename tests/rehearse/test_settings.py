@@ -18,17 +18,12 @@ from gpp_plugin.rehearse.rehearsal import (
     scale_tensors,
     scale_times,
 )
+from tests.plan.graphs import with_stage
 
 
 @pytest.fixture
 def plan():
     return emulated_plan("chain", chain_links(3), num_micro_batches=4)
-
-
-def with_stage(plan, index, **changes):
-    stages = list(plan.stages)
-    stages[index] = dataclasses.replace(stages[index], **changes)
-    return dataclasses.replace(plan, stages=tuple(stages))
 
 
 @pytest.mark.parametrize(

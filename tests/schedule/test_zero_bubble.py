@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_benchmarks.published._zero_bubble import RUNS
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
@@ -221,8 +220,3 @@ def test_too_little_memory():
         ScheduleError, match=r"no order can run with these in_flight; raise in_flight of 's0' \(now 3\)"
     ):
         build_schedules(zero_bubble(plan).with_each(in_flight=[3, 1]))
-
-
-def test_random_draws():
-    for seed in range(60):
-        check_schedule_draw(seed, "zero_bubble")

@@ -59,24 +59,6 @@ def test_a_model_and_its_batch_give_the_same_loss_at_every_build(name: str) -> N
     assert zoo.build(name, device="meta")[0].training
 
 
-def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """Through a process of its own, as a user runs it."""
-    assert main(["bench", "zoo", "--models", "clip", "--json"]) == 0
-    output = capsys.readouterr()
-    found = json.loads(output.out.splitlines()[-1])
-    (exact,) = found["rows"]
-    assert (exact["name"], exact["verdict"], exact["means"]["how"]) == ("clip", "exact", "whole")
-    runs = [(run["stages"], run["depth"], run["micro_batches"]) for run in exact["stages"]]
-    assert runs == [(2, 2, 1), (4, 3, 1), (4, 3, 2)]
-    for run in (*exact["stages"], *exact["other_length"]):
-        assert run["loss_error"] <= 1e-6
-        assert run["gradient_error"] <= 2e-6 or (
-            run["is_rounding"] and "k_proj.bias" in run["worst_gradient"]
-        )
-    assert found["summary"][-1] | {"models": 1, "exact": 1, "wrong": 0} == found["summary"][-1]
-    assert "clip: exact" in output.err and "captured and exact" in output.out
-
-
 def test_a_refused_model_gives_its_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

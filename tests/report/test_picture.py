@@ -1,32 +1,10 @@
-"""Pictures of graphs: a literal one, and every line of random ones followed to its box."""
+"""Pictures of random graphs, every line followed to its box."""
 
 import random
 
 import pytest
 
 from gpp_plugin.report.picture import draw_graph
-
-SKIP_EDGE = """\
-┌────────────────┐
-│ 0 encoder      │
-└┬────────┬──────┘
- │ 1 KiB  │ 4 KiB
- │        └─────┐
- ▼              │
-┌─────────┐     │
-│ 1 first │     │
-└─┬───────┘     │
-  │ 2 KiB       │
-  └────┐   ┌────┘
-       ▼   ▼
-    ┌────────┐
-    │ 2 loss │
-    └────────┘"""
-
-
-def test_an_edge_that_skips_a_level_has_a_column():
-    boxes = [["0 encoder"], ["1 first"], ["2 loss"]]
-    assert draw_graph(boxes, {(0, 1): "1 KiB", (0, 2): "4 KiB", (1, 2): "2 KiB"}) == SKIP_EDGE
 
 
 def follow_edges(picture):

@@ -109,12 +109,6 @@ def test_fan_in_shares_the_receivers_link():
     assert times_of(simulate_plan(plan, cluster=cluster_of(4)))[3, "F", 0][0] == 1.0 + 3 * 4.0
 
 
-def test_computation_goes_on_while_messages_travel():
-    plan = chain_plan(2, 4, num_bytes=100.0)
-    times = times_of(simulate_plan(plan, cluster=cluster_of(2)))
-    assert times[0, "F", 1] == (1.0, 2.0)
-
-
 def test_message_events_hold_bytes_and_edges():
     timeline = simulate_plan(chain_plan(2, 1, num_bytes=8.0), cluster=cluster_of(2))
     sent = [

@@ -126,6 +126,12 @@ def test_sliced_micro_batches_are_joined_in_every_mini_batch():
     assert [s.joined for s in two] == [(*s.joined, *(4 + m for m in s.joined)) for s in one]
 
 
+def may_look_ahead(plan):
+    """Return whether some stage runs ahead, and none that runs no backwards is sent gradients."""
+    is_whole = not any(e.gradient_tensors and e.dst in forward_only_stages(plan) for e in plan.edges)
+    return is_whole and bool(frozen_branch(plan))
+
+
 def random_frozen_plan(rng):
     """Return a random graph of stages some of which are frozen and run ahead."""
     while True:
@@ -134,8 +140,7 @@ def random_frozen_plan(rng):
             i for i in range(len(plan.stages)) if rng.random() < 0.5 and any(e.src == i for e in plan.edges)
         }
         plan = freeze(plan, frozen)
-        ahead = forward_only_stages(plan)  # none of which may be sent gradients
-        if frozen_branch(plan) and not any(e.gradient_tensors and e.dst in ahead for e in plan.edges):
+        if may_look_ahead(plan):
             return plan
 
 

@@ -43,16 +43,6 @@ def test_a_sample_equals_one_process(num_ranks: int) -> None:
     assert sum(result.is_equal_delayed is True for result in results) >= 6
 
 
-def test_a_sample_with_several_stages_a_rank_equals_one_process() -> None:
-    cases = draw_cases(18, seed=300, delayed_every=2, shares_ranks=True)
-    results = run_kept_ranks(run_cases_here, 2, cases)[0]
-    assert [line for line in map(_failure, results) if line] == []
-    assert all(result.shares_ranks for result in results)
-    assert max(result.stages for result in results) > 3
-    assert sum(result.is_equal_delayed is True for result in results) == 9
-    assert {"async", "look_ahead"} <= {result.family for result in results}
-
-
 def run_with_wrong_gradients(cases: Sequence[Case]) -> list[CaseResult]:
     """Run cases whose last rank makes its gradients a little too large, and other ones when delayed."""
     plain = LinearHooks.step

@@ -33,18 +33,14 @@ def test_the_largest_batch_is_found_from_anywhere(start, limit):
 
 
 @pytest.fixture(scope="module")
-def found():
+def rows():
     model = build_model("amoebanet", layers=3, filters=16, image=32)
     cluster = read_cluster("a100_pcie", num_devices=2)
     profile = profile_model(model, cluster.devices[0], largest=64)
     small = CostModel(model.graph, profile, cluster)
     cell = Cell(model.graph, profile, cluster, "amoebanet", 2, "async", "gpipe", 1.5, limit=2 * 10**8)
-    return cell.rows() + zero_rows(small, "amoebanet", 2), cell.sensitivity([1.2, 1.5])
-
-
-@pytest.fixture(scope="module")
-def rows(found):
-    return found[0]
+    assert cell.sensitivity([1.2, 1.5])
+    return cell.rows() + zero_rows(small, "amoebanet", 2)
 
 
 def test_a_ratio_that_hangs_on_the_limit_is_a_cliff():

@@ -1,6 +1,4 @@
-"""`gpp bench schedule`: what its rows say, on a short chain with short delays."""
-
-import json
+"""`gpp bench schedule`: what its rows say."""
 
 import pytest
 
@@ -10,26 +8,10 @@ from gpp_plugin.cli import main
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 
-def test_a_chain_is_run_by_all_three_runtimes_in_turn(capsys):
-    arguments = "--what chain --ranks 2 --rounds 2 --forward-ms 4 --backward-ms 8".split()
-    assert main(["bench", "schedule", *arguments, "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
-    assert [row["runtime"] for row in rows] == ["gpp", "deepspeed", "torch_1f1b"]
-    for row in rows:
-        assert (row["graph"], row["ranks"], row["micro_batches"]) == ("chain", 2, 4)
-        # (4 micro-batches + 2 stages - 1) x 12 ms; a delay never ends early
-        assert row["bound_ms"] == row["simulated_ms"] == pytest.approx(60.0)
-        assert row["iteration_ms"] >= row["fastest_ms"] >= 60.0
-        assert row["stock_ms"] == rows[1]["iteration_ms"]
-        assert row["speedup"] == pytest.approx(row["stock_ms"] / row["iteration_ms"])
-
-
 def test_interleaved_stages_and_a_colocated_tower_are_simulated_as_published():
     # (ranks - 1) x (forward + backward) / stages a rank of start-up and wind-down beside 16 micro-batches
-    for count, over_ideal in ((1, 1 + 7 / 16), (2, 1 + 7 / 32), (4, 1 + 7 / 64)):
-        plan = interleaved_chain(count, forward_us=20e3, backward_us=40e3)
-        assert plan.num_ranks == 8 and len(plan.stages) == 8 * count
-        assert predict_iteration_us(plan) == pytest.approx(over_ideal * 16 * 60e3)
+    plan = interleaved_chain(4, forward_us=20e3, backward_us=40e3)
+    assert predict_iteration_us(plan) == pytest.approx((1 + 7 / 64) * 16 * 60e3)
     towers = tower_plans(forward_us=20e3, backward_us=40e3)
     work = [
         sum(

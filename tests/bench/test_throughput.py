@@ -19,21 +19,9 @@ SMALL = ["--figures", "6", "--models", "two_branch", "--devices", "4"]
 SMALL += ["--planners", "auto", "pipedream", "piper", "chain", "one-size"]
 
 
-@pytest.fixture(scope="module")
-def outputs():
-    import contextlib
-    import io
-
-    found = []
-    for extra in ([], ["--json"]):
-        with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.redirect_stderr(io.StringIO()):
-            assert main(["bench", "throughput", *SMALL, *extra]) == 0
-        found.append(text.getvalue().splitlines())
-    return found
-
-
-def test_ours_is_compared_with_the_best_of_each(outputs):
-    result = json.loads(outputs[1][-1])
+def test_ours_is_compared_with_the_best_of_each(capsys):
+    assert main(["bench", "throughput", *SMALL, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
     by_planner = {row["planner"]: row for row in result["rows"]}
     assert set(by_planner) == {"auto", "pipedream", "piper", "chain", "one-size"}
     ours, (cell,) = by_planner["auto"], result["cells"]

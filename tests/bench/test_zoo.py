@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ from torch import Tensor, nn
 
 from gpp_benchmarks import zoo
 from gpp_benchmarks.zoo import _children, _on_ranks, _staged, _trial
-from gpp_benchmarks.zoo._staged import Trained, worst_of
+from gpp_benchmarks.zoo._staged import Trained
 from gpp_benchmarks.zoo.plain import PLAIN_MODELS, _plain_ranks
 from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.cli import main
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.relative_errors import gradient_errors
 from tests.ranks import run_kept_ranks
 
 SOME = ("qwen2_5_vl", "whisper", "t5", "clip", "detr", "mixtral", "resnet")
@@ -59,24 +57,6 @@ def test_a_model_and_its_batch_give_the_same_loss_at_every_build(name: str) -> N
         any(p.grad is not None and bool(p.grad.any()) for p in model.parameters()) is False
     )  # the second one's
     assert zoo.build(name, device="meta")[0].training
-
-
-def test_an_exact_model(capsys: pytest.CaptureFixture[str]) -> None:
-    """Through a process of its own, as a user runs it."""
-    assert main(["bench", "zoo", "--models", "clip", "--json"]) == 0
-    output = capsys.readouterr()
-    found = json.loads(output.out.splitlines()[-1])
-    (exact,) = found["rows"]
-    assert (exact["name"], exact["verdict"], exact["means"]["how"]) == ("clip", "exact", "whole")
-    runs = [(run["stages"], run["depth"], run["micro_batches"]) for run in exact["stages"]]
-    assert runs == [(2, 2, 1), (4, 3, 1), (4, 3, 2)]
-    for run in (*exact["stages"], *exact["other_length"]):
-        assert run["loss_error"] <= 1e-6
-        assert run["gradient_error"] <= 2e-6 or (
-            run["is_rounding"] and "k_proj.bias" in run["worst_gradient"]
-        )
-    assert found["summary"][-1] | {"models": 1, "exact": 1, "wrong": 0} == found["summary"][-1]
-    assert "clip: exact" in output.err and "captured and exact" in output.out
 
 
 def test_a_refused_model_gives_its_line(
@@ -128,17 +108,6 @@ def test_a_model_that_takes_too_long_is_one_row(capsys: pytest.CaptureFixture[st
     assert main(["bench", "zoo", "--models", "switch_transformers", "--timeout", "0.05", "--json"]) == 0
     (row,) = told(capsys)["rows"]
     assert row["verdict"] == "ended" and "more than 0.05 s, in phase" in row["line"]
-
-
-def test_a_missing_gradient_is_an_error() -> None:
-    wanted = {"a": torch.ones(4), "b": torch.ones(4)}
-    assert worst_of(gradient_errors(wanted, wanted)) == (0.0, "a")
-    assert worst_of(gradient_errors({"a": torch.ones(4)}, wanted)) == (1.0, "b")
-    assert gradient_errors(wanted, {"a": torch.ones(4)}) == {"a": 0.0, "b": pytest.approx(1000.0)}
-    assert gradient_errors({"a": torch.full((4,), torch.nan), "b": torch.ones(4)}, wanted) == {
-        "a": math.inf,
-        "b": 0.0,
-    }
 
 
 def on_ranks(name: str) -> dict[str, Any]:

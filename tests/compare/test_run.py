@@ -44,19 +44,6 @@ def test_all_modes_train_alike(tmp_path, capsys):
     assert any("travel as the bits of floats" in note for note in stock["notes"]) == (stock["stages"] > 2)
 
 
-def test_a_mode_that_stock_deepspeed_cannot_run_is_a_row_with_the_reason(capsys):
-    options = ["--devices", "3", "--planner", "graphpipe", "--steps", "1", "--emulate", "--json"]
-    assert main(["compare", "gpt2_tiny", *QUICK, *options, "--modes", "stock,graph"]) == 0
-    text = capsys.readouterr().out
-    stock, graph = last_json(text)["rows"]
-    reason = (
-        "stock_1f1b: DeepSpeed gives every stage the same number of ranks, and 2 stages do not divide 3 ranks"
-    )
-    assert stock["mode"] == "stock" and stock["refused"].startswith(reason)
-    assert graph["stages"] == 2 and graph["ranks"] == 3 and "refused" not in graph
-    assert f"stock cannot run this: {reason}" in text
-
-
 def test_emulated_modes_that_none_can_run_are_an_error(capsys):
     options = ["--mini-batch", "4", "--loss-unit", "4", "--stages", "1", "--modes", "stock", "--emulate"]
     assert main(["compare", "gpt2_tiny", "--devices", "2", *options]) == 1
@@ -86,15 +73,11 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
             "gpt2_tiny --config ds.json --mini-batch 8 --stages 2",
             "--mini-batch, --stages: cannot be combined",
         ),
-        ("gpt3_tiny", "no such file or model; did you mean 'gpt2_tiny'?"),
         ("mmt --cluster summit --emulate", "--cluster: simulates, without --config and --emulate"),
-        ("mmt --cluster sumit", "did you mean 'summit'?"),
         ("mmt --dtype bf16", "--dtype: is for --cluster"),
         ("mmt --modes chain", "modes: chain is never trained; add graph, or give --emulate or --cluster"),
-        ("mmt --cluster summit --devices 3 --stages 2 --modes stock", "no mode can run this; stock: "),
         ("mmt --modes stok", "modes: stok; did you mean 'stock'?"),
         ("mmt --cluster summit --length 64", "--length: is for HuggingFace models; mmt has sizes: --size"),
-        ("clip-l14 --size layers=2", "--size: is for library models (mmt, dlrm, "),
         ("clip_tiny --size layers=2", "--size: is for library models (mmt, dlrm, "),
         ("mine:make --length 64", "--length: the batches are those that mine:make returns"),
     ],

@@ -54,22 +54,10 @@ def changed(**changes):
 @pytest.mark.parametrize(
     ("plain", "message"),
     [
-        (changed(links=[]), "links must be a list with at least one"),
         (changed(links=GOOD["links"][:1]), "no link joins all 8 devices"),
         (changed(links=[GOOD["links"][1], GOOD["links"][0]]), r"links\[0\].*has no span"),
-        (
-            changed(devices=[{**GOOD["devices"][0], "memory_gb": 0}]),
-            r"devices\[0\].memory_gb is 0; .*above 0",
-        ),
-        (changed(devices=[{**GOOD["devices"][0], "efficiency": 2}]), "at most 1"),
         (changed(device=[]), "unknown key 'device'; did you mean 'devices'"),
         ({"name": "x", "devices": GOOD["devices"]}, "links is missing"),
-        (changed(nodes=0), "nodes is 0"),
-        (changed(devices=[{**GOOD["devices"][0], "tflops": {"fp8": 1}}]), "tflops: unknown key 'fp8'"),
-        (
-            changed(devices=[{**GOOD["devices"][0], "tflops": {}}]),
-            "tflops is empty; give at least one of bf16",
-        ),
         (
             changed(devices=[GOOD["devices"][0], {"name": "old", "memory_gb": 16, "memory_gb_per_s": 900}]),
             r"devices\[1\] \(old\): tflops is missing; heterogeneous devices get work by their speeds: .*gpp doctor --gpus",

@@ -15,6 +15,7 @@ from gpp_plugin.plan.edge_transports import (
     describe_edge_transports,
     note_edge_transports,
 )
+from tests.plan.graphs import with_stage
 
 
 def pair(**options: Any) -> PipelinePlan:
@@ -35,10 +36,7 @@ def with_second_tensor() -> PipelinePlan:
 
 
 def with_tensor_parallel(stage: int) -> PipelinePlan:
-    plan = pair(degrees={0: 2, 1: 2})
-    stages = list(plan.stages)
-    stages[stage] = dataclasses.replace(stages[stage], tensor=2)
-    return dataclasses.replace(plan, stages=tuple(stages))
+    return with_stage(pair(degrees={0: 2, 1: 2}), stage, tensor=2)
 
 
 CASES = {

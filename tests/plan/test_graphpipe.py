@@ -17,7 +17,7 @@ from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
-from gpp_plugin.plan.graphpipe.stage_table import AllowedStages, InTime, StageTable
+from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
@@ -191,19 +191,6 @@ def test_stages_are_evened_out_across_plateaus(cuts):
     start = refiner.candidate([names[: cuts[0]], names[cuts[0] : cuts[1]], names[cuts[1] :]], 1)
     found = refiner.balance(start)
     assert [len(draft.blocks) for draft in found.drafts] == [3, 3, 3] and found.score < start.score
-
-
-def test_the_drawn_row() -> None:
-    fits = np.zeros((3, 1, 6), dtype=bool)
-    for variant, last in enumerate((1, 3, 5)):
-        fits[variant, 0, : last + 1] = True
-    behind = np.array([[[9.0, 7.0, 6.0, 4.0, 3.0, 0.0]]])
-    stages = AllowedStages(1, 1, np.array([1.0, 2.0, 4.0]), [lambda columns: fits[:, :, columns]], 6, None)
-    assert stages.cost.tolist() == [[1, 1, 2, 2, 4, 4]]
-    assert stages.fewest_with(behind).tolist() == [[[4.0]]]
-    assert stages.fewest_with(behind[:, :, ::-1]).tolist() == [
-        [[1.0]]
-    ]  # more behind longer stages: every sum
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -13,14 +13,6 @@ from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, o
 from gpp_plugin.plan.request import limit_gb
 
 
-def test_a_cluster_that_is_not_json_is_named(tmp_path, capsys):
-    path = tmp_path / "c.json"
-    path.write_text('{"name": "x", ')
-    assert main(["plan", "mmt", "--cluster", str(path)]) == 1
-    (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"gpp plan: {path}: not JSON at line 1, column 15")
-
-
 def test_a_model_that_fits_nowhere_says_by_how_much_and_which_knob(tmp_path, capsys):
     description = json.loads((CLUSTER_DIR / "summit.json").read_text())
     description["devices"][0]["memory_gb"] = 0.05

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.plan.linear_order import split_by_layers, split_by_weight
+from gpp_plugin.plan.linear_order import split_by_layers
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
@@ -16,11 +16,6 @@ def test_layers_are_divided_evenly():
         ["embed", "h.0.attn", "h.0.mlp", "h.1.attn", "h.1.mlp"],
         ["h.2.attn", "h.2.mlp", "h.3.attn", "h.3.mlp", "ln_f", "head"],
     ]
-
-
-def test_split_by_weight_is_exact():
-    """BiPar's example: 1 3 1 2 3 in four stages has bottleneck 3."""
-    assert split_by_weight([1, 3, 1, 2, 3], 4) == (0, 1, 2, 4, 5)
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4])

@@ -11,17 +11,13 @@ from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.plan_form import check_form
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import GB, clip, make_cluster, make_graph, make_profile, make_request, with_stage
+from tests.plan.test_explicit import TOWERS
 from tests.schedule.plans import simple_plan
 
 GRAPH = clip()
 SPEC = {
     "stages": [
-        {
-            "name": "vision",
-            "modules": ["vision_model", "visual_projection"],
-            "devices": 2,
-            "micro_batch_size": 4,
-        },
+        TOWERS["stages"][0],
         {"name": "text", "modules": ["text_model", "text_projection"], "devices": 1, "micro_batch_size": 4},
         {"modules": ["*"], "devices": 1},
     ]

@@ -16,10 +16,8 @@ from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pip
 from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
 from gpp_plugin.plan.linear_order import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
-from gpp_plugin.plan.memory.dawnpiper import partition_chain
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
-from gpp_plugin.plan.registry import make_plan
-from tests.plan.graphs import make_cluster, make_request
+from tests.plan.graphs import make_cluster
 from tests.plan.operator_chains import best_partition, factory, operator_chain
 
 BOTH = ("recompute", "swap")
@@ -119,30 +117,6 @@ def test_vpipe_chooses_by_layer_and_is_near_its_own_best(ways, mode):
     for choice in plan.stages:
         for segment in choice.memory.recomputed if choice.memory is not None else ():
             assert len(segment.blocks) == PER_LAYER
-
-
-@pytest.mark.parametrize("ways", [(), ("recompute",), BOTH])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("limit", [900, 1200, 1600, 2400, 4000])
-def test_dawnpiper_is_not_behind(ways, mode, limit):
-    optimizer = optimizer_of(limit, 4, ways, mode=mode)
-    ours = partition_chain(optimizer)
-    for partition in (partition_vpipe, partition_gpipe, partition_pipedream):
-        other = partition(optimizer)
-        if other.fits:
-            assert ours.fits
-            assert ours.key[1] <= other.key[1] * 1.01
-
-
-def test_the_registered_planner_passes_the_evaluator():
-    graph, profile = layered([10.0] * 8)
-    cluster = make_cluster(4, memory=1500)
-    request = make_request(
-        graph, profile, ranks=4, cluster=cluster, micro_batch_sizes={"*": 1}, memory_optimization=BOTH,
-        mode="async",
-    )  # fmt: skip
-    plan = make_plan("vpipe", request)
-    assert plan.mode == "async" and any(stage.memory is not None for stage in plan.stages)
 
 
 def test_zero_shares_out_what_it_says():

@@ -5,19 +5,13 @@ import dataclasses
 import pytest
 
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
-from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.measured_times import fit_link, measure_times, predict_from
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import simulate_plan
+from tests.schedule.plans import cluster_of, freeze, on_ranks
 
 F, B = TaskKind.FORWARD, TaskKind.BACKWARD
-DEVICE = Device(name="d", memory_bytes=0, flops_per_s=1.0, memory_bytes_per_s=1.0)
-
-
-def links_of(latency_us, bytes_per_s=float("inf"), num=8):
-    link = Link(name="l", span=num, bytes_per_s=bytes_per_s, latency_us=latency_us)
-    return Cluster(name="c", devices=(DEVICE,) * num, links=(link,))
 
 
 def mixed_plan():
@@ -31,8 +25,7 @@ def mixed_plan():
         degrees={2: 2},
         sizes={0: 4},
     )
-    edges = tuple(dataclasses.replace(e, gradient_tensors=()) if e.src == 1 else e for e in plan.edges)
-    return dataclasses.replace(plan, edges=edges)
+    return freeze(plan, {1})
 
 
 def tensor_plan():
@@ -55,7 +48,12 @@ PLANS = [
 def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_us):
     frozen = forward_only_stages(plan)
     steps = {"reduce_us": {2: 700.0}, "step_us": dict.fromkeys(range(len(plan.stages)), 30.0)}
-    timeline = simulate_plan(plan, cluster=links_of(latency_us), forward_only_stages=frozen, **steps)
+    timeline = simulate_plan(
+        plan,
+        cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=latency_us),
+        forward_only_stages=frozen,
+        **steps,
+    )
     times = measure_times(plan, [timeline])
     assert times.message_us == pytest.approx(latency_us, abs=1e-6)
     assert set(times.host_us.values()) == {0.0}
@@ -69,7 +67,12 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
     wanted = timeline
     if plan.stages[2].degree == 1:
         steps["reduce_us"] = {}
-        wanted = simulate_plan(plan, cluster=links_of(latency_us), forward_only_stages=frozen, **steps)
+        wanted = simulate_plan(
+            plan,
+            cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=latency_us),
+            forward_only_stages=frozen,
+            **steps,
+        )
     assert predict_from(plan, [timeline]) == pytest.approx(wanted.iteration_us)
 
 
@@ -83,10 +86,8 @@ def test_times_of_ranks_that_hold_several_stages_are_told_apart(latency_us):
         forward_us=[1000.0, 1100.0, 1200.0, 1300.0, 700.0, 500.0],
         degrees={4: 2},
     )
-    ranks = [(0,), (1,), (0,), (1,), (0, 1), (0,)]
-    stages = (dataclasses.replace(s, ranks=r) for s, r in zip(plan.stages, ranks, strict=True))
-    plan = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)))
-    timeline = simulate_plan(plan, cluster=links_of(latency_us))
+    plan = with_in_flight(on_ranks(plan, 0, 1, 0, 1, (0, 1), 0))
+    timeline = simulate_plan(plan, cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=latency_us))
     times = measure_times(plan, [timeline])
     assert times.message_us == pytest.approx(latency_us, abs=1e-6)
     assert set(times.host_us.values()) == {0.0}
@@ -106,7 +107,9 @@ def test_host_time_between_tasks_is_not_taken_for_messages():
         for kind in (F, B)
         for m in range(plan.num_micro_batches(i))
     }
-    timeline = simulate_plan(plan, cluster=links_of(50.0), durations=slow)
+    timeline = simulate_plan(
+        plan, cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=50.0), durations=slow
+    )
     events = tuple(
         dataclasses.replace(e, end_us=e.end_us - 100.0) if e.task is not None else e for e in timeline.events
     )

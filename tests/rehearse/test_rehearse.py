@@ -21,6 +21,7 @@ from gpp_plugin.schedule.program_sets import window_schedules
 from gpp_plugin.simulate.predict import measured_steady_us, num_windows, predict_iteration_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 from tests.ranks import run_kept_ranks
+from tests.schedule.plans import freeze, with_all
 
 FORWARD_US, BACKWARD_US = 1000.0, 2000.0
 PLANNED_US = {  # by kind, and whether it is half a forward
@@ -51,28 +52,16 @@ def with_bias(plan):
     return dataclasses.replace(plan, edges=(edge, *plan.edges[1:]), tensors=(*plan.tensors, bias))
 
 
-def with_gradients(plan, num_bytes):
-    stages = tuple(dataclasses.replace(s, gradient_bytes=num_bytes) for s in plan.stages)
-    return dataclasses.replace(plan, stages=stages)
-
-
 def frozen_source():
-    plan = plan_of("frozen source", branch_links(2, 1, has_own_join=True))
-    edges = tuple(dataclasses.replace(e, gradient_tensors=()) if e.src == 0 else e for e in plan.edges)
-    return dataclasses.replace(plan, edges=edges)
+    return freeze(plan_of("frozen source", branch_links(2, 1, has_own_join=True)), {0})
 
 
 def under(name, **changes):
-    plan = plan_of(name, chain_links(3))
-    stages = tuple(dataclasses.replace(s, **changes) for s in plan.stages)
-    return with_in_flight(dataclasses.replace(plan, stages=stages))
+    return with_in_flight(with_all(plan_of(name, chain_links(3)), **changes))
 
 
 def sliced():
-    plan = plan_of("sliced", chain_links(3))
-    *others, last = plan.stages
-    stages = (*(dataclasses.replace(s, num_sliced=1) for s in others), last)
-    return dataclasses.replace(plan, stages=stages)
+    return plan_of("sliced", chain_links(3)).with_each(num_sliced=[1, 1, 0])
 
 
 def tensor_pair():
@@ -86,7 +75,7 @@ def tensor_pair():
 PLANS = [
     plan_of("chain", chain_links(3)),
     plan_of("branches", branch_links(2, 1, has_own_join=True)),
-    with_gradients(plan_of("two ranks, then one", [(0, 1)], degrees={0: 2}), 4096),
+    with_all(plan_of("two ranks, then one", [(0, 1)], degrees={0: 2}), gradient_bytes=4096),
     with_bias(plan_of("one rank, then two", [(0, 1)], degrees={1: 2}, sizes={0: 4})),
     plan_of("skip", [(0, 1), (1, 2), (0, 2)]),
     frozen_source(),
@@ -129,33 +118,6 @@ def test_programs_of_a_plan_are_those_the_engine_would_lower():
         assert [program.rank for program in programs_of_plan(plan)] == [0, 1, 2]
 
 
-def test_a_message_that_does_not_come_ends_the_rehearsal_with_its_place():
-    """A single rank waits for a peer that never started its part."""
-
-    def names_place(text):
-        return "loss" in text and "edge stage0 -> loss" in text
-
-    errors = run_kept_ranks(one_rank_stays_away, 2, timeout_s=60)
-    assert names_place(errors[1]), errors[1]
-
-
-def one_rank_stays_away():
-    import torch.distributed as dist
-
-    from gpp_plugin.errors import CommTimeout
-
-    plan = plan_of("pair", [(0, 1)])
-    # also how long making the groups may take, on a machine with other work
-    rank = RehearsalRank(plan, RehearsalSettings(comm_timeout_s=4.0), has_step=False)
-    text = ""
-    if dist.get_rank() == 1:
-        with pytest.raises(CommTimeout) as raised:
-            rank.iterate()
-        text = str(raised.value)
-    dist.barrier()
-    return text
-
-
 @pytest.fixture
 def plan_file(tmp_path):
     path = tmp_path / "plan.json"
@@ -188,9 +150,8 @@ def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, ca
 
 def asynchronous(plan):
     """Return the plan with a step behind every backward, on the in-flight counts of an endless pipeline."""
-    counts = asynchronous_in_flight(plan)
-    stages = (dataclasses.replace(s, in_flight=c) for s, c in zip(plan.stages, counts, strict=True))
-    return dataclasses.replace(plan, mode="async", stages=tuple(stages))
+    counted = plan.with_each(in_flight=asynchronous_in_flight(plan))
+    return dataclasses.replace(counted, mode="async")
 
 
 @pytest.mark.parametrize(

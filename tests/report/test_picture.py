@@ -1,48 +1,10 @@
-"""Pictures of graphs: literal ones, and every line of random ones followed to its box."""
+"""Pictures of random graphs, every line followed to its box."""
 
 import random
 
 import pytest
 
 from gpp_plugin.report.picture import draw_graph
-
-TWO_BRANCHES = """\
-┌────────────────┐   ┌──────────────┐
-│ 0 vision_model │   │ 1 text_model │
-└─────┬──────────┘   └────┬─────────┘
-      │ 2 KiB             │ 2 KiB
-      └─────────┐   ┌─────┘
-                ▼   ▼
-             ┌────────┐
-             │ 2 loss │
-             └────────┘"""
-
-SKIP_EDGE = """\
-┌────────────────┐
-│ 0 encoder      │
-└┬────────┬──────┘
- │ 1 KiB  │ 4 KiB
- │        └─────┐
- ▼              │
-┌─────────┐     │
-│ 1 first │     │
-└─┬───────┘     │
-  │ 2 KiB       │
-  └────┐   ┌────┘
-       ▼   ▼
-    ┌────────┐
-    │ 2 loss │
-    └────────┘"""
-
-
-def test_two_branches_meet():
-    boxes = [["0 vision_model"], ["1 text_model"], ["2 loss"]]
-    assert draw_graph(boxes, {(0, 2): "2 KiB", (1, 2): "2 KiB"}) == TWO_BRANCHES
-
-
-def test_an_edge_that_skips_a_level_has_a_column():
-    boxes = [["0 encoder"], ["1 first"], ["2 loss"]]
-    assert draw_graph(boxes, {(0, 1): "1 KiB", (0, 2): "4 KiB", (1, 2): "2 KiB"}) == SKIP_EDGE
 
 
 def follow_edges(picture):

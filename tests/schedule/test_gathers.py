@@ -100,14 +100,6 @@ def test_random_programs_with_room_finish_and_hold_what_is_planned():
     assert ahead >= 10
 
 
-@pytest.mark.parametrize("num_stages", [4, 6])
-def test_interleaved_stages_hold_one_whole(num_stages):
-    chain = simple_plan([4] * num_stages, [(i, i + 1) for i in range(num_stages - 1)], mini_batch=16)
-    plan = sharded(chain, *[((0, 1), (2, 3))[i % 2] for i in range(num_stages)])
-    _, programs = simulated(plan)
-    assert [gathered_at_once(plan, program) for program in programs] == [40] * 4
-
-
 def test_evaluation_gathers_too():
     plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2, 3))
     _, programs = proven(plan, forward_schedules(plan), training=False)

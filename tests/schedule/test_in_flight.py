@@ -1,13 +1,9 @@
-import random
-
 import pytest
 
 from gpp_benchmarks._random_plans import with_in_flight
-from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.schedule.build import forward_schedules
 from gpp_plugin.schedule.orders.in_flight import compute_in_flight, in_flight_from_source, plan_in_flight
-from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from tests.schedule.plans import freeze, proven, simple_plan
 
 
@@ -44,55 +40,13 @@ def test_thesis_figure_3_5():
     assert plan_in_flight(simple_plan([2, 1, 2], links, mini_batch=16, k=[1, 2, 1])) == (3, 4, 1)
 
 
-def stops(b_x, x_order, b_y, y_order):
-    """Whether a pair of stages stops: run both orders in lockstep, without times."""
-    x, y, done = list(x_order), list(y_order), {}
-    while x or y:
-        before = len(x) + len(y)
-        for tasks, size, other in ((x, b_x, 1), (y, b_y, 0)):
-            while tasks:
-                task, end = tasks[0], (tasks[0].micro_batch + 1) * size
-                waits = task.kind is (TaskKind.FORWARD if other == 0 else TaskKind.BACKWARD)
-                if waits and done.get((other, task.kind), 0) < end:
-                    break
-                done[1 - other, task.kind] = end
-                tasks.pop(0)
-        if len(x) + len(y) == before:
-            return True
-    return False
-
-
-def test_a_pair_never_stops_with_the_computed_in_flight():
-    rng = random.Random(0)
-    tight = 0
-    for _ in range(300):
-        mini_batch = rng.choice([12, 16, 24, 48])
-        divisors = [b for b in range(1, 13) if mini_batch % b == 0]
-        b_x, b_y = rng.choice(divisors), rng.choice(divisors)
-        k_x, k_y = rng.randint(1, 4), rng.randint(1, 4)
-        m_x, m_y = mini_batch // b_x, mini_batch // b_y
-        held_y = min(rng.randint(k_y, k_y + 3), m_y)
-        samples = compute_in_flight(k_x=k_x, b_x=b_x, k_y=k_y, b_y=b_y, i_y=held_y * b_y)
-        assert samples % b_x == 0
-        y_order = kfkb_schedule(1, m_y, k=k_y, num_in_flight=max(held_y, min(k_y, m_y))).tasks
-        held_x = samples // b_x
-        assert not stops(b_x, kfkb_schedule(0, m_x, k=k_x, num_in_flight=held_x).tasks, b_y, y_order)
-        least = next(
-            h
-            for h in range(min(k_x, m_x), m_x + 1)
-            if not stops(b_x, kfkb_schedule(0, m_x, k=k_x, num_in_flight=h).tasks, b_y, y_order)
-        )
-        assert held_x >= least
-        tight += held_x <= least + max(k_x, 1) + -(-2 * max(b_x, b_y) // b_x)
-    assert tight > 250  # and it is not merely "all micro-batches"
-
-
 def test_groups_that_do_not_divide_each_other():
     # Row 1 gives 5 + 2 = 7. 1B4, after 1F9, frees 0B4, and 0B3 comes before 0F8 and 0F9 can: 0 holds 8.
     assert compute_in_flight(k_x=4, b_x=1, k_y=5, b_y=1, i_y=5) == 8
-    y_order = kfkb_schedule(1, 20, k=5, num_in_flight=5).tasks
-    assert stops(1, kfkb_schedule(0, 20, k=4, num_in_flight=7).tasks, 1, y_order)
-    assert not stops(1, kfkb_schedule(0, 20, k=4, num_in_flight=8).tasks, 1, y_order)
+    plan = simple_plan([1, 1], [(0, 1)], mini_batch=20, k=[4, 5]).with_each(in_flight=[8, 5])
+    proven(plan)
+    with pytest.raises(ScheduleError, match="raise in_flight of 's0'"):
+        proven(plan.with_each(in_flight=[7, 5]))
 
 
 @pytest.mark.parametrize("length", range(2, 9))

@@ -1,11 +1,10 @@
-import dataclasses
-
 import pytest
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule, gpipe_schedule
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule, one_f_one_b_schedule
+from tests.plan.graphs import with_stage
 from tests.schedule.plans import chain_plan
 
 
@@ -76,22 +75,17 @@ def test_build_takes_schedule_k_and_in_flight_of_each_stage():
     assert text(forward_schedules(plan)[2]) == "2F0 2F1 2F2 2F3"
 
 
-def replace_stage(plan, **changes):
-    stages = (dataclasses.replace(plan.stages[0], **changes), *plan.stages[1:])
-    return dataclasses.replace(plan, stages=stages)
-
-
 def test_build_refuses_what_does_not_fit():
     plan = chain_plan(2, 4)
     with pytest.raises(ScheduleError, match=r"no schedule '1b1f'; the schedules are \['1f1b', 'gpipe'"):
-        build_schedules(replace_stage(plan, schedule="1b1f"))
+        build_schedules(with_stage(plan, 0, schedule="1b1f"))
     with pytest.raises(ScheduleError, match="gpipe holds all 4 micro-batches, in_flight allows 2"):
-        build_schedules(replace_stage(plan, schedule="gpipe"))
+        build_schedules(with_stage(plan, 0, schedule="gpipe"))
     with pytest.raises(ScheduleError, match="stage 's0': .* allow 3 or lower k"):
-        build_schedules(replace_stage(plan, k=3))
+        build_schedules(with_stage(plan, 0, k=3))
     with pytest.raises(ScheduleError, match="in_flight is 0"):
-        build_schedules(replace_stage(plan, in_flight=0))
+        build_schedules(with_stage(plan, 0, in_flight=0))
     with pytest.raises(PlanError, match="3 samples do not divide the mini-batch of 4"):
-        build_schedules(replace_stage(plan, micro_batch_size=3))
+        build_schedules(with_stage(plan, 0, micro_batch_size=3))
     with pytest.raises(PlanError, match="2 ranks do not divide a micro-batch of 1"):
-        forward_schedules(replace_stage(plan, ranks=(0, 2)))
+        forward_schedules(with_stage(plan, 0, ranks=(0, 2)))

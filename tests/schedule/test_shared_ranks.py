@@ -22,6 +22,7 @@ from tests.schedule.plans import (
     chain_plan,
     changed,
     cluster_of,
+    freeze,
     lines,
     on_ranks,
     on_shared_ranks,
@@ -214,8 +215,7 @@ def test_a_tower_over_all_ranks_of_a_pipeline():
 
 def test_frozen_stages_hold_back_and_are_handed_over():
     plan = simple_plan([1, 1, 1], [(0, 1), (1, 2)], mini_batch=6)
-    edges = (dataclasses.replace(plan.edges[0], gradient_tensors=()), plan.edges[1])
-    plan = on_ranks(dataclasses.replace(plan, edges=edges), 1, 0, 1)
+    plan = on_ranks(freeze(plan, {0}), 1, 0, 1)
     frozen = forward_only_stages(plan)
     assert frozen == {0}
     _, programs = proven(plan, forward_only_stages=frozen)

@@ -2,10 +2,9 @@ import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import check_schedule_draw
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
-from gpp_plugin.plan.choose_schedule import choose_schedule, choose_slicing
+from gpp_plugin.plan.choose_schedule import choose_slicing
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
@@ -188,32 +187,7 @@ def test_auto_takes_the_shortest_and_on_takes_a_sliced_one():
             choose_slicing(plan, slicing=wrong)
 
 
-def test_auto_is_never_slower():
-    for seed in range(30):
-        rng = random.Random(seed)
-        sizes = [rng.choice([2, 4]) for _ in range(7)]
-        plan = simple_plan(
-            sizes,
-            BRANCHES,
-            mini_batch=16,
-            forward_us=[rng.uniform(0.3, 1) * size for size in sizes],
-            backward_us=[rng.uniform(0.3, 2) * size for size in sizes],
-            num_bytes=rng.choice([0.0, 0.1]),
-        )
-        plan = with_split_costs(plan, half_overhead_us=rng.choice([0.0, 0.1, 0.4]))
-        cluster = cluster_of(7, latency_us=rng.choice([0.0, 0.2]))
-        chosen = choose_schedule(plan, cluster=cluster, slicing="auto")
-        whole = choose_schedule(plan, cluster=cluster, slicing="off")
-        assert chosen.iteration_us <= whole.iteration_us
-        assert [s.in_flight for s in chosen.stages] == [s.in_flight for s in whole.stages]
-        assert predict_iteration_us(chosen, cluster=cluster) == pytest.approx(chosen.iteration_us)
-
-
 def test_odd_samples_are_refused():
     plan = chain(3, 4, size=1)
     with pytest.raises(ScheduleError, match="'s0': num_sliced is 1 with 1 samples a rank"):
         build_schedules(plan.with_each(num_sliced=[1, 0, 0]))
-
-
-def test_random_draws():
-    assert sum(bool(check_schedule_draw(seed, "sliced").schedules[0].joined) for seed in range(60)) > 2

@@ -40,13 +40,6 @@ def test_deleted_receive():
     assert "[1F0]!" in text
 
 
-def test_every_single_deletion_is_found():
-    for rank, program in enumerate(PROGRAMS):
-        for at, instruction in enumerate(program.instructions):
-            if instruction.kind is not InstructionKind.REDUCE_DATA:  # one rank a stage may leave it out
-                reject(changed(PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
-
-
 def sends_over(instructions, edge):
     return [i for i, x in enumerate(instructions) if x.kind is SEND and x.message.edge == edge]
 
@@ -191,11 +184,17 @@ def reject_sliced(programs, match, schedules=SLICED_SCHEDULES):
     return reject(programs, match, plan=SLICED, schedules=schedules)
 
 
-def test_every_deletion_is_found_with_halves_and_splits():
-    for rank, program in enumerate(SLICED_PROGRAMS):
+@pytest.mark.parametrize(
+    ("plan", "schedules", "programs"),
+    [(PLAN, SCHEDULES, PROGRAMS), (SLICED, SLICED_SCHEDULES, SLICED_PROGRAMS)],
+    ids=["whole", "halves and splits"],
+)
+def test_every_single_deletion_is_found(plan, schedules, programs):
+    for rank, program in enumerate(programs):
         for at, instruction in enumerate(program.instructions):
-            if instruction.kind is not InstructionKind.REDUCE_DATA:
-                reject_sliced(changed(SLICED_PROGRAMS, rank, lambda x, at=at: x.pop(at)), "rank")
+            if instruction.kind is not InstructionKind.REDUCE_DATA:  # one rank a stage may leave it out
+                cut = changed(programs, rank, lambda x, at=at: x.pop(at))
+                reject(cut, "rank", plan=plan, schedules=schedules)
 
 
 def position_of(instructions, text):
@@ -248,14 +247,6 @@ def test_messages_name_halves_that_are_run():
     # What stage 1 joins leaves after its second half, so its first half makes nothing to send.
     joined = next(m for m in SLICED_PROGRAMS[1].messages(SEND) if m.src_half == 1 and m.src_micro_batch == 1)
     assert joined.samples == SampleRange(first_sample=4, num_samples=4)
-
-
-def test_the_second_half_is_not_sent_before_it_is_made():
-    def swap(instructions):
-        first, second = sends_over(instructions, 0)[:2]  # the halves of micro-batch 0
-        instructions[first], instructions[second] = instructions[second], instructions[first]
-
-    reject_sliced(changed(SLICED_PROGRAMS, 0, swap), "before the task that makes it")
 
 
 def test_in_flight_ends_with_the_weight_gradient():

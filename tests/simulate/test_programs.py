@@ -5,7 +5,6 @@ import pytest
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
-from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
@@ -66,24 +65,6 @@ def test_events_are_those_of_the_plan():
         )
 
     assert what(free) == what(ordered)
-
-
-def test_reductions_and_step_wait_for_all():
-    plan = chain_plan(2, 2)
-    timeline = simulate_programs(
-        plan, programs_of(plan), reduce_us={0: 5.0, 1: 1.0}, step_us={0: 2.0, 1: 3.0}
-    )
-    tail = sorted(
-        (e.rank, e.kind.value, e.start_us, e.end_us)
-        for e in timeline.events
-        if e.kind in (EventKind.REDUCE, EventKind.STEP)
-    )
-    assert tail == [
-        (0, "reduce", 6.0, 11.0),
-        (0, "step", 11.0, 13.0),
-        (1, "reduce", 5.0, 6.0),
-        (1, "step", 11.0, 14.0),
-    ]
 
 
 def test_programs_that_stop():

@@ -20,6 +20,7 @@ from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from tests.capture.graphs import Calls, assert_is_model, counted_exports, run_graph
 from tests.integrations.whole_unit_jobs import family, family_units
+from tests.models import build
 from tests.reading_models import OneByOne, Reader, reader_batch
 
 TWO = [[2, 1], [1, 2]]
@@ -310,19 +311,11 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
 
 def test_a_mask_that_nobody_asked_for_is_not_made() -> None:
     import transformers.masking_utils as masking
-    from transformers import BertConfig, BertForMaskedLM
 
     before = masking._ignore_bidirectional_mask_sdpa
-    model = BertForMaskedLM(
-        BertConfig(
-            **{k: v for k, v in _text("bert").items() if k not in ("model_type", "num_key_value_heads")}
-        )
-    ).train()
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    ids = torch.randint(3, 60, (2, 6))
-    capture = capture_model(model, {"input_ids": ids, "labels": ids})
+    model, make_batch = build("bert")
+    batch = {key: value for key, value in make_batch(2).items() if key != "attention_mask"}
+    capture = capture_model(model, batch)
     attention = torch.ops.aten.scaled_dot_product_attention.default
     calls = [node for node in capture.graph.nodes if node.target is attention]
     assert len(calls) == 2

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import gpp_plugin.config.block  # noqa: F401  (the schema, by which keys are named)
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model

@@ -122,25 +122,6 @@ class Momentum(Plain):
         return {"loss": self.loss(hidden, y) + (hidden - wanted + 1).square().mean()}
 
 
-class Codebook(Plain):
-    """A codebook of moving averages, written in place."""
-
-    def begin(self) -> None:
-        self.register_buffer("codes", torch.linspace(-1, 1, 4 * WIDTH).reshape(4, WIDTH))
-        self.register_buffer("sizes", torch.ones(4))
-
-    def forward(self, x: Tensor, y: Tensor) -> dict[str, Tensor]:
-        hidden = self.first(x)
-        chosen = torch.cdist(hidden.detach(), self.codes).argmin(1)
-        codes = self.codes[chosen]
-        with torch.no_grad():
-            hot = nn.functional.one_hot(chosen, 4).to(hidden.dtype)
-            self.sizes.mul_(0.9).add_(hot.sum(0), alpha=0.1)
-            self.codes.copy_(0.9 * self.codes + 0.1 * hot.T @ hidden / self.sizes[:, None])
-        straight = hidden + (codes - hidden).detach()
-        return {"loss": self.loss(straight, y) + (hidden - codes).square().mean()}
-
-
 class Spectral(Plain):
     """A parametrisation that keeps the vectors of a power iteration."""
 
@@ -498,7 +479,6 @@ CARRIED = (
     Hidden,
     Moments,
     Momentum,
-    Codebook,
     Spectral,
     Branching,
     Stashing,

@@ -187,17 +187,6 @@ def texts(num_samples: int, seed: int = 0, *, length: int = 16) -> dict[str, Any
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def longformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
-    from transformers import LongformerConfig, LongformerForMaskedLM
-
-    config = LongformerConfig(
-        vocab_size=64, attention_window=4, max_position_embeddings=40, pad_token_id=1, hidden_size=16,
-        num_hidden_layers=2, num_attention_heads=2, intermediate_size=20, hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return LongformerForMaskedLM(config), texts
-
-
 def reformer() -> tuple[nn.Module, Callable[..., dict[str, Any]]]:
     from transformers import ReformerConfig, ReformerModelWithLMHead
 
@@ -264,7 +253,6 @@ MODELS: dict[str, Builder] = {
     "routed": lambda: (Routed(), vectors),
     "routed, one frozen": lambda: (Routed(frozen=True), vectors),
     "vilt": vilt,
-    "longformer": longformer,
     "reformer": reformer,
 }
 

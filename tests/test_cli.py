@@ -249,22 +249,6 @@ def test_plan_says_what_it_is_better_than(capsys):
     assert last_json(printed)["against"] == [] and "best chain" not in printed
 
 
-def test_plan_shows_what_carries_each_edge(capsys):
-    arguments = ["plan", "mmt", "--devices", "6", "--cluster", "summit", "--size", "branches=3", "--json"]
-    assert main([*arguments, "--p2p", "megatron"]) == 0
-    printed = capsys.readouterr().out
-    edges = last_json(printed)["edges"]
-    assert {(edge["src"], edge["dst"]) for edge in edges}
-    assert all((edge["transport"] == "native") == bool(edge["reason"]) for edge in edges)
-    assert "over P2PCommunicator" in printed
-    for edge in edges:
-        assert f"{edge['src']} -> {edge['dst']}" in printed
-    assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    assert {edge["transport"] for edge in last_json(printed)["edges"]} == {"native"}
-    assert "P2PCommunicator" not in printed
-
-
 def test_simulate_then_report(plan_file, tmp_path, capsys):
     out = tmp_path / "timeline.json"
     assert main(["simulate", str(plan_file), "--cluster", "summit", "--out", str(out), "--json"]) == 0

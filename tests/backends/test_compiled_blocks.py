@@ -88,36 +88,12 @@ def ours(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("gpp_plugin")]
 
 
-@pytest.mark.parametrize("name", ["gpt2", "clip", "t5"])
-def test_outputs_and_gradients_are_those_of_the_code(name: str) -> None:
-    whole, stages = Whole(name, layers=2 if name == "gpt2" else 3), stages_with(compile_plainly)
-    code = whole.code(stages)
-    right = run_both(whole.function.call, whole.parameters, whole.inputs)
-    own = run_both(code, whole.parameters, whole.inputs)
-    assert compare_results(own, right) <= 1e-6
-    assert stages.compiler.num_compiled < len(whole.blocks), "equal blocks are compiled once"
-    before = stages.compiler.num_compiled
-    run_both(code, whole.parameters, whole.inputs)
-    assert stages.compiler.num_compiled == before
-
-
 def test_a_block_with_dropout_is_refused() -> None:
     whole = Whole("gpt2", dropout=0.2)
     with pytest.raises(
         BackendRefused, match=r"block 'transformer.wte': dropout\S* \(aten.dropout.default\) draws random"
     ):
         CutCode(whole.function.module or fx.GraphModule({}, fx.Graph()), whole.blocks, BlockCompiler())
-
-
-def test_inductor_gives_the_gradients_of_torch() -> None:
-    """One kernel: it takes seconds for each."""
-    module = module_of(
-        lambda call, weight, given: (call(aten.add.Tensor, call(aten.mul.Tensor, weight, given), given),)
-    )
-    tensors = [torch.randn(8, requires_grad=True), torch.randn(4, 8)]
-    cut = CutCode(module, {"layer": ["mul_tensor", "add_tensor"]}, BlockCompiler())
-    right = run_both(module.forward, tensors[:1], tensors[1:])
-    assert compare_results(run_both(cut.forward, tensors[:1], tensors[1:]), right) <= 1e-6
 
 
 def test_what_is_wrong_or_fails_leaves_the_stage_on_torch_with_one_warning(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import queue
 import re
 import threading
@@ -18,8 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.integrations.huggingface.generate_calls import joined_tokens
-from gpp_plugin.ir.samples import even_ranges
-from gpp_plugin.model.generation.micro_batches import Turns, copy_modules
 from gpp_plugin.model.generation.owned_modules import Weights, on_all_ranks
 from gpp_plugin.model.generation.stage_tensors import ReplicaRun
 from tests.integrations.generation_jobs import generating, prompts, ways
@@ -33,11 +29,13 @@ class ThreadLink:
 
     device = torch.device("cpu")
 
+    turns = None
+
     def __init__(self, sent: Sent, lock: threading.Lock, position: int, number: int, part: int) -> None:
         self._sent, self._lock = sent, lock
         self.position, self.messages = position, 0
         self.ranks = tuple(range(number))
-        self._part, self.turns = part, None
+        self._part = part
 
     def broadcast(self, value: Tensor, *, source: int, readers: Sequence[int], has_failed: bool) -> Tensor:
         number, self.messages = self.messages, self.messages + 1
@@ -48,8 +46,7 @@ class ThreadLink:
                 each.put(value.clone())
         if self.position not in readers:
             return value
-        with contextlib.nullcontext() if self.turns is None else self.turns.waiting(self._part):
-            came = queues[self.position].get(timeout=LIMIT_S)
+        came = queues[self.position].get(timeout=LIMIT_S)
         assert (came.shape, came.dtype) == (value.shape, value.dtype), "shapes are known everywhere"
         return came
 
@@ -71,42 +68,27 @@ def cut(model: nn.Module, number: int) -> tuple[dict[str, tuple[int, ...]], dict
     return {name: tuple(sorted(ranks)) for name, ranks in held.items()}, aliases
 
 
-def generate_in_lane(
-    model: nn.Module, number: int, arguments: dict[str, Any], parts: list[range] | None = None
-) -> list[list[Any]]:
-    """Return what each rank of a lane generates of each part of the prompts (by default one), or its error."""
+def generate_in_lane(model: nn.Module, number: int, arguments: dict[str, Any]) -> list[list[Any]]:
+    """Return what each rank of a lane generates, twice, or its error."""
     holders, names = cut(model, number)
     sent: Sent = defaultdict(queue.Queue)
     lock = threading.Lock()
     answers: list[Any] = [None] * number
 
     @torch.no_grad()
-    def generate(rank: int, own: Any, turns: Turns | None, part: int, memories: Any) -> Any:
+    def generate(rank: int, own: Any, part: int, memories: Any) -> Any:
         live = {name: p for name, p in own.named_parameters() if rank in holders[name]}
         buffers = dict(own.named_buffers(remove_duplicate=False))
         link: Any = ThreadLink(sent, lock, rank, number, part)
-        link.turns = turns
-        given = arguments if parts is None else {
-            name: value[list(parts[part])] if isinstance(value, Tensor) else value for name, value in arguments.items()
-        }  # fmt: skip
         weights = Weights(holders=holders, live=live, buffers=buffers, names=names)
         with on_all_ranks(own, weights, ReplicaRun(link), memories):
-            return own.generate(**given)
+            return own.generate(**arguments)
 
     def run(rank: int, own: Any) -> None:
         memories: Any = {}
         try:
-            if parts is None:
-                # twice: what is remembered of modules is right for other caches too
-                answers[rank] = [generate(rank, own, None, n, memories) for n in range(2)]
-            else:
-                turns = Turns(torch.device("cpu"))
-                models = [copy_modules(own) for _ in parts]
-                calls = [
-                    functools.partial(generate, rank, each, turns, n, memories)
-                    for n, each in enumerate(models)
-                ]
-                answers[rank] = turns.run(calls)[0]
+            # twice: what is remembered of modules is right for other caches too
+            answers[rank] = [generate(rank, own, n, memories) for n in range(2)]
         except Exception as error:
             answers[rank] = [error]
 
@@ -116,16 +98,6 @@ def generate_in_lane(
     for thread in threads:
         thread.join()
     return answers
-
-
-@pytest.mark.parametrize(("name", "number", "way"), [("llama", 3, "greedy"), ("t5", 2, "beams")])
-def test_a_lane_generates_in_turns_what_one_process_does(name: str, number: int, way: str) -> None:
-    """Five prompts in three parts, of which some end early."""
-    model: Any = generating(name)[0].eval()
-    arguments = {**prompts(name, 5), **ways(name)[way]}
-    expected = model.generate(**arguments)
-    for answer in generate_in_lane(model, number, arguments, even_ranges(5, 3)):
-        assert torch.equal(joined_tokens(model, arguments, answer), expected), answer
 
 
 @pytest.mark.parametrize(

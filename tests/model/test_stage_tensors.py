@@ -70,12 +70,6 @@ def test_what_lies_elsewhere_is_told_once() -> None:
     assert link.told == [0] and isinstance(run.broadcast(total), Tensor)
 
 
-def test_a_value_is_sent_once_however_often_it_is_read() -> None:
-    run, link = lane(_1=torch.full((2,), 5.0))
-    there = StageTensor(torch.empty(2, device="meta"), (0,), run)
-    assert all(run.broadcast(there).tolist() == [5.0, 5.0] for _ in range(2)) and link.told == [0]
-
-
 def test_a_module_runs_where_its_last_input_is_and_what_it_returns_is_that_rank_s() -> None:
     run, _ = lane()
     there, here = StageTensor(torch.empty(2, device="meta"), (0,), run), StageTensor(torch.ones(2), (1,), run)

@@ -8,7 +8,6 @@ from torch import Tensor
 
 import gpp_plugin
 from tests.capture.graphs import counted_exports
-from tests.integrations.async_jobs import held_by_stages
 from tests.integrations.engine_jobs import config_of, make_engine, steps
 from tests.stage_graph.captured import (
     build_across,
@@ -19,6 +18,7 @@ from tests.stage_graph.captured import (
     build_within,
     caption_batch,
     lengths_batch,
+    make_language,
     mixed_batch,
     normed_batch,
 )
@@ -27,7 +27,6 @@ from tests.stage_graph.jobs import run_in_double
 
 OFF = {"recompute": "off", "swap": "off"}
 FULL = {"recompute": "full"}
-NUM_BATCHES = 5
 
 
 def train_captions() -> dict[str, Any]:
@@ -85,20 +84,6 @@ def train_statistics() -> dict[str, Any]:
     return found
 
 
-def train_asynchronously() -> dict[str, Any]:
-    """Captured stages that step after every micro-batch, and run again before each backward."""
-    engine = _engine(build_mixed(), mixed_batch(), {"memory": FULL, "mode": "async"})
-    found = {
-        "losses": steps(engine, [mixed_batch(seed) for seed in range(NUM_BATCHES)]),
-        "stages": held_by_stages(engine),
-        "recomputed": [stage.name for stage in engine.plan.stages if stage.memory is not None],
-    }
-    engine.flush()
-    found["tensors"] = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-    engine.destroy()
-    return found
-
-
 def train_lengths(lengths: tuple[int, ...]) -> dict[str, Any]:
     """Train a graph of two captured parts on rows of another length each step; count what was exported on the way."""
     batches = [lengths_batch(length) for length in lengths]
@@ -112,3 +97,35 @@ def train_lengths(lengths: tuple[int, ...]) -> dict[str, Any]:
             found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}, len(exports)))
     engine.destroy()
     return {"steps": found}
+
+
+def evaluate_named() -> dict[str, Any]:
+    """Return what evaluations of a part with names of its own answer, and those of the plain model, with and without
+    labels.
+    """
+    found: dict[str, Any] = {}
+    for spelling in ("plain", "captured"):
+        model = make_language().float()
+        batch = {key: rows for key, rows in caption_batch().items() if key != "pixels"}
+        graph = gpp_plugin.StageGraph("named", losses=["text.error"])
+        graph.capture(
+            "text",
+            model,
+            inputs={"input_ids": "ids", "labels": "labels"},
+            outputs={"loss": "error", "logits": "scores"},
+            ranks=[0, 1],
+            stages=2,
+            reported=["scores"],
+        )
+        given: Any = graph
+        if spelling == "plain":
+            given, batch = model, {"input_ids": batch["ids"], "labels": batch["labels"]}
+        name = "scores" if spelling == "captured" else "logits"
+        engine = make_engine(given, batch, config_of(block={"stages": 2}))
+        losses = steps(engine, [batch, batch])
+        loss, scores = engine.eval_batch(iter([batch]), return_logits=True, outputs=(name,))
+        unlabelled = engine.eval_batch(iter([batch]), compute_loss=False, outputs=(name,))
+        plain = engine.eval_batch(iter([batch]), compute_loss=False)  # the module's own name of it
+        found[spelling] = [losses, float(loss), scores, unlabelled, plain, sorted(engine.module.state_dict())]
+        engine.destroy()
+    return found

@@ -295,12 +295,6 @@ GRAPHS["two_to_three"] = [
     body("b", ["a_out"], [2, 3, 4], micro_batch_size=6),
     Given("end", Loss, ["b_out", "target"], ["loss"], [5]),
 ]
-GRAPHS["tensor"] = [  # data 2 -> tensor 2, in shards of the tokens -> tensor 2 -> 1
-    body("a", ["x"], [0, 1]),
-    body("b", ["a_out"], [2, 3], tensor=2, sharded_outputs={"b_out": 1}, micro_batch_size=4),
-    body("c", ["a_out", "b_out"], [4, 5], tensor=2),
-    Given("end", Loss, ["b_out", "c_out", "target"], ["loss"], [6]),
-]
 GRAPHS["two_tensor_ranks"] = [
     body("b", ["x"], [0, 1], tensor=2, sharded_outputs={"b_out": 1}),
     Given("end", Loss, ["b_out", "target"], ["loss"], [2]),

@@ -13,7 +13,6 @@ import gpp_plugin
 from gpp_plugin.errors import GppError
 from tests.integrations import engine_jobs
 from tests.integrations.engine_jobs import steps
-from tests.stage_graph.captured import build_mixed, mixed_batch
 from tests.stage_graph.graphs import WIDTH, Once, U, batch_of, build_graph, mini_batch_of
 
 
@@ -245,28 +244,6 @@ def build_wrongly(names: list[str]) -> dict[str, str]:
         except GppError as error:
             said[name] = str(error)
     return said
-
-
-def train_mixed_by_engine(directory: str) -> dict[str, Any]:
-    """Three steps of a mixed graph, evaluation, and a reload."""
-    engine, again = (
-        engine_jobs.make_engine(build_mixed(), mixed_batch(), config_of("chain")) for _ in range(2)
-    )
-    first = steps(engine, [mixed_batch(seed) for seed in range(2)])
-    engine.save_checkpoint(directory)
-    rest = steps(engine, [mixed_batch(2)])
-    again.load_checkpoint(directory)
-    reloaded = steps(again, [mixed_batch(2)])
-    loss = float(engine.eval_batch(iter([mixed_batch(7)])))
-    images = {"pixel_values": mixed_batch(7)["pixel_values"][:3]}
-    hidden = engine.eval_batch(iter([images]), compute_loss=False, outputs=("image_hidden",))
-    return {
-        "losses": first + rest,
-        "reloaded": reloaded,
-        "evaluated": loss,
-        "hidden": hidden,
-        "state": engine.gather_state_dict(),
-    }
 
 
 def report() -> dict[str, Any]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.integrations.pipedream import Emulation, PlainStage, reported
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference, units_of
-from tests.stage_graph import captured_jobs, jobs
+from tests.stage_graph import captured_jobs
 from tests.stage_graph.captured import (
     build_across,
     build_among,
@@ -24,7 +22,7 @@ from tests.stage_graph.captured import (
     mixed_batch,
     normed_batch,
 )
-from tests.stage_graph.graphs import B, U, Whole, in_single
+from tests.stage_graph.graphs import B, U, Whole
 
 EXACT, NEAR = 1e-12, 1e-5
 NUM_RANKS = 4
@@ -91,37 +89,6 @@ def test_statistics_over_samples_on_data_parallel_ranks() -> None:
     assert int(answers[1]["again"]["tensors"]["body.norm.num_batches_tracked"]) == 3 * 2 * B // (2 * U)
 
 
-def test_mode_async_recomputes_with_the_weights_of_the_forward() -> None:
-    answers = run_kept_ranks(captured_jobs.train_asynchronously, NUM_RANKS)
-    model = Whole(build_mixed()).float()
-    parameters = dict(model.named_parameters())
-    stages = [
-        PlainStage(parameters=tuple(name for name in names if name in parameters), held=held)
-        for names, held in answers[0]["stages"]
-    ]
-    emulation = Emulation(
-        model,
-        stages,
-        unit=U,
-        window=B // U,
-        make_optimizer=lambda trained: torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01),
-    )
-    losses = [
-        emulation.mini_batch(in_single(mixed_batch(seed)), U) for seed in range(captured_jobs.NUM_BATCHES)
-    ]
-    emulation.flush()
-    first, second = answers[0]["recomputed"]
-    assert first.startswith("vision.") and second.startswith(
-        "vision."
-    )  # where they are cut follows from times
-    wanted = dict(emulation.model.named_parameters())
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
-        for name, parameter in answer["tensors"].items():
-            if "k_proj.bias" not in name:  # its gradient is nothing but rounding
-                torch.testing.assert_close(parameter, wanted[name].detach(), rtol=1e-5, atol=1e-6)
-
-
 def test_parts_that_read_rows_of_another_length_each_step() -> None:
     lengths = (4, 6, 5, 9, 4)
     answers = run_kept_ranks(captured_jobs.train_lengths, 2, lengths)
@@ -144,20 +111,8 @@ def test_parts_that_read_rows_of_another_length_each_step() -> None:
     assert [[exports for _, _, exports in answer["steps"]] for answer in answers] == [[0, 1, 1, 1, 1]] * 2
 
 
-def test_a_mixed_graph_behind_deepspeed_initialize(tmp_path: Path) -> None:
-    answers = run_kept_ranks(jobs.train_mixed_by_engine, 4, str(tmp_path))
-    trained = Whole(build_mixed()).float()
-    losses = train_reference(trained, [in_single(mixed_batch(seed)) for seed in range(3)], unit=U).losses
-    for answer in answers:
-        assert answer["losses"] == pytest.approx(losses, rel=NEAR)
-        assert answer["reloaded"] == answer["losses"][2:]
-        assert answer["hidden"].shape == (3, 5, 8)
-    state = answers[0]["state"]
-    assert set(state) == set(trained.state_dict())
-    trained.load_state_dict(state)
-    batch = in_single(mixed_batch(7))
-    with torch.no_grad():
-        expected = [float(trained(**unit)["loss"]) for unit in units_of(batch, U)]
-        hidden = trained.vision(pixel_values=batch["pixel_values"][:3]).last_hidden_state
-    assert answers[0]["evaluated"] == pytest.approx(sum(expected) / len(expected), rel=NEAR)
-    torch.testing.assert_close(answers[3]["hidden"], hidden, rtol=1e-5, atol=1e-6)
+def test_a_graph_of_one_part_is_the_plain_model_under_names_of_the_user_s_own() -> None:
+    for answer in run_kept_ranks(captured_jobs.evaluate_named, 2):
+        for plain, captured in zip(answer["plain"], answer["captured"], strict=True):
+            same = torch.equal(plain, captured) if isinstance(plain, torch.Tensor) else plain == captured
+            assert same

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
@@ -52,28 +51,3 @@ def test_loss_and_gradients_are_one_process_s(num_ranks: int) -> None:
             covered |= set(found["gradients"])
         assert covered == set(reference.gradients), name
         assert not covered & set(aliases.values()), "a tied parameter has one name"
-
-
-def test_tensor_parallel_stages() -> None:
-    """A stage of two tensor ranks hands on shards of its tokens; its weights' gradients are shards as well."""
-    answers = [rank[0] for rank in run_kept_ranks(jobs.train_in_double, 7, ["tensor"], [{}])]
-    reference = train_reference(Whole("tensor"), [batch_of("tensor")], unit=U)
-    assert all(answer["loss"] == pytest.approx(reference.losses[0], rel=EXACT) for answer in answers)
-    found = dict(answers[0]["gradients"]) | answers[6]["gradients"]
-    for stage, ranks in (("b", answers[2:4]), ("c", answers[4:6])):
-        parts = [rank["gradients"] for rank in ranks]
-        for name, dim, whole in (
-            ("first", 0, "first.weight"),
-            ("first_bias", 0, "first.bias"),
-            ("second", 1, "second.weight"),
-        ):
-            found[f"{stage}.{whole}"] = torch.cat([part[f"{stage}.{name}"] for part in parts], dim=dim)
-        for part in parts:
-            found[f"{stage}.second.bias"] = part[f"{stage}.second_bias"]
-            errors = gradient_errors(
-                {f"{stage}.second.bias": part[f"{stage}.second_bias"]}, reference.gradients
-            )
-            assert max(errors.values()) < EXACT
-    assert set(found) == set(reference.gradients)
-    errors = gradient_errors(found, reference.gradients)
-    assert max(errors.values()) < EXACT, errors

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.model.graph.module_cost import StorageUse, measure_split, module_memory, record_saved
+from gpp_plugin.model.graph.module_cost import measure_split
 from gpp_plugin.model.graph.module_trial import ModuleTrial
 from gpp_plugin.model.graph.resolve import resolve
 from gpp_plugin.model.graph.stage_costs import NotDescribed, describe_module
@@ -42,36 +42,6 @@ def trial_of(module: nn.Module) -> ModuleTrial:
     stage = resolve(graph, batch_keys=("x",), num_ranks=2).stage("own")
     hidden = torch.randn(ROWS, WIDTH, requires_grad=True)
     return ModuleTrial(stage=stage, module=module, device=CPU, arguments={"hidden": hidden})
-
-
-def kept_of(module: nn.Module, rows: int = ROWS) -> list[StorageUse]:
-    hidden = torch.randn(rows, WIDTH, requires_grad=True)
-    fixed = (*module.parameters(), *module.buffers())
-    return record_saved(lambda: module(hidden), fixed=fixed, received=[hidden], device=CPU)
-
-
-def test_what_a_module_keeps_in_order() -> None:
-    uses = kept_of(Masked())
-    row = 4 * ROWS * WIDTH
-    assert [(k.num_bytes, k.is_made, k.is_movable) for k in uses] == [
-        (row, False, True),
-        (2 * row, True, True),
-        (4 * 2 * WIDTH, True, False),
-        (2 * row, True, True),
-    ]
-    shares = [k.last_use for k in uses]
-    assert shares == sorted(shares) and 0.0 < shares[0] and shares[-1] <= 1.0
-
-
-def test_bytes_at_any_number_of_samples() -> None:
-    uses = {n: kept_of(Masked(), n) for n in (2, 4)}
-    memory = module_memory("own", uses, {2: 2 * 4 * WIDTH, 4: 4 * 4 * WIDTH})
-    sizes = [(s.bytes_per_sample, s.bytes_fixed) for s in memory.storages]
-    assert sizes == [(4 * WIDTH, 0), (8 * WIDTH, 0), (0, 8 * WIDTH), (8 * WIDTH, 0)]
-    assert (memory.dropped_bytes_per_sample, memory.dropped_bytes_fixed) == (16 * WIDTH, 8 * WIDTH)
-    assert memory.held_bytes_per_sample == memory.held_bytes_fixed == 0.0, "it keeps what it received anyway"
-    uses[4].pop()
-    assert module_memory("own", uses, {2: 0, 4: 0}).storages == (), "another order for other samples"
 
 
 def test_a_freed_storage_lends_its_number_to_none() -> None:

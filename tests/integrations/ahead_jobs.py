@@ -15,11 +15,6 @@ from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 
 STAGES: dict[str, list[dict[str, Any]]] = {
-    "clip text_model": [
-        {"name": "text", "modules": ["text_model"], "devices": 1},
-        {"name": "vision", "modules": ["vision_model"], "devices": 1},
-        {"name": "loss", "modules": ["*"], "devices": 1},
-    ],
     "llava model.vision_tower": [
         {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},

@@ -99,35 +99,6 @@ def count_sums(name: str, block: dict[str, Any], directory: str) -> dict[str, An
     return answer
 
 
-def drop(directory: str) -> dict[str, list[float]]:
-    """Train with dropout, twice alike and once with every block run again, from unlike states of the generators."""
-    answers = {}
-    for run, memory in (("first", "off"), ("second", "off"), ("again", "full")):
-        model, make_batch = build("gpt2", layers=1, dropout=0.1)
-        block = {**TWO, "memory": {"recompute": memory}, "profile_dir": f"{directory}/profiles"}
-        engine = make_engine(model, make_batch(B), config(block))
-        torch.manual_seed(engine.global_rank)  # the group's first rank draws for all
-        answers[run] = steps(engine, [make_batch(B, seed) for seed in range(3)])
-        engine.destroy()
-    return answers
-
-
-def at_lengths(directory: str) -> list[float]:
-    """Train on mini-batches of several lengths."""
-    model, make_batch = build("llama", layers=1)
-    block = {**TWO, "profile_dir": f"{directory}/profiles"}
-    engine = make_engine(model, make_batch(B), config(block))
-    losses = steps(engine, batches_of_lengths(make_batch))
-    engine.destroy()
-    return losses
-
-
-def batches_of_lengths(make_batch: Any) -> list[dict[str, Tensor]]:
-    batches = [make_batch(B, seed) for seed in range(4)]
-    lengths = (8, 6, 7, 5)
-    return [{k: v[:, :n] for k, v in batch.items()} for batch, n in zip(batches, lengths, strict=True)]
-
-
 def go_on(directory: str) -> dict[str, list[float]]:
     """Save on two tensor ranks; go on there, on two data positions, and from these on tensor ranks once more."""
     whole = {"stages": 1, "data_parallel": 2, "tensor_parallel": 1}
@@ -320,19 +291,6 @@ def test_bytes_that_are_summed_are_those_of_the_graph(name, ranks, block, tmp_pa
     for answer in run_kept_ranks(count_sums, ranks, name, block, str(tmp_path)):
         assert answer["forward"] == answer["planned forward"] > 0
         assert answer["backward"] == answer["planned backward"] > 0
-
-
-def test_dropout_is_the_same_in_every_run(tmp_path):
-    first, second = run_kept_ranks(drop, 2, str(tmp_path))
-    assert first == second
-    assert first["first"] == first["second"] == first["again"]
-
-
-def test_mini_batches_of_several_lengths(tmp_path):
-    first, second = run_kept_ranks(at_lengths, 2, str(tmp_path))
-    model, make_batch = build("llama", layers=1)
-    reference = train_reference(model, batches_of_lengths(make_batch), unit=U)
-    assert first == second == pytest.approx(reference.losses, rel=1e-5)
 
 
 def test_checkpoints_are_cut_anew_for_other_tensor_sizes(tmp_path):

@@ -93,11 +93,6 @@ def test_tasks_read_nothing_and_a_step_once(num_ranks: int, zero: int, precision
         assert all("stage_step.py" in where for where in answer["step"]), answer["step"]
 
 
-def test_a_read_that_is_put_back_is_found() -> None:
-    found = run_kept_ranks(read_while_training, 2, "gpt2", 0, "fp32", CHAIN, True)
-    assert all(answer["tasks"] for answer in found)
-
-
 @pytest.mark.parametrize(
     "read",
     [

@@ -120,9 +120,6 @@ def collate_alike(items: list[dict[str, Any]]) -> dict[str, Any]:
 
 def load_absent(block: dict[str, Any]) -> dict[str, Any]:
     """Train three steps on the engine's own units, some of which lack an input; compare with one process."""
-    import deepspeed
-
-    import gpp_plugin
     from gpp_plugin.data import pack
 
     torch.manual_seed(0)
@@ -135,12 +132,7 @@ def load_absent(block: dict[str, Any]) -> dict[str, Any]:
     config = config_of(block=block)
     del config["train_batch_size"], config["train_micro_batch_size_per_gpu"]
     sample = collate_alike([data[1], data[2], data[4]])
-    engine = deepspeed.initialize(
-        model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
-        config=config,
-        training_data=packing(),
-        collate_fn=collate_alike,
-    )[0]
+    engine = make_engine(model, sample, config, training_data=packing(), collate_fn=collate_alike)
     losses, gradients = own_steps(engine)
     collated = [collate_alike([data[i] for i in unit]) for unit in packing().epoch_units(0)[:12]]
     reference = train_reference(plain, [collated[i : i + 4] for i in range(0, 12, 4)])

@@ -80,7 +80,6 @@ def train(
     interrupt: str = "",
     directory: str = "",
     draws: bool = False,
-    block: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train some steps; between two of them do what ``interrupt`` names.
 
@@ -103,7 +102,6 @@ def train(
             "plan": {"stages": STAGES[stages]},
             "look_ahead": given,
             "micro_batch_sizes": 2,
-            **(block or {}),
         },
     )
     data = {"training_data": Rows(make_batch(4 * B, 50), draws=draws)} if own else {}
@@ -132,7 +130,6 @@ def train(
         "looked": looked,
         "parameters": parameters,
         "steps": engine.global_steps,
-        "stage": engine.stage_name,
         "report": engine.memory_report(),
     }
     engine.flush()

@@ -1,4 +1,4 @@
-"""The engine as a user has it: precision, clipping, groups, evaluation, refusals."""
+"""The engine as a user has it: clipping, groups, what training skips, refusals."""
 
 from __future__ import annotations
 

@@ -46,12 +46,12 @@ class Net(nn.Module):
         return {"loss": x.square().mean()}
 
 
-def train_to_the_end(locate: bool) -> tuple[int, str, str, bool]:
+def train_to_the_end() -> tuple[int, str, str, bool]:
     """Train on batches of which the third micro-batch breaks; return steps, error, the next one's, and weights."""
     batch = {"x": torch.rand(B, 8, generator=torch.Generator().manual_seed(0))}
     bad = {"x": batch["x"].clone()}
     bad["x"][4, 0] = 100.0
-    block = {"stages": 2, "max_skipped_steps": STEPS_ALLOWED, "locate_nan": locate}
+    block = {"stages": 2, "max_skipped_steps": STEPS_ALLOWED, "locate_nan": True}
     engine = make_engine(Net(breaking=2), batch, config_of(block=block))
     engine.train_batch(iter([batch]))
     before = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
@@ -63,7 +63,8 @@ def train_to_the_end(locate: bool) -> tuple[int, str, str, bool]:
 
 
 def test_the_module_and_micro_batch_of_the_first_nan_are_named() -> None:
-    for _, said, after, is_unchanged in run_kept_ranks(train_to_the_end, 2, True):
+    for done, said, after, is_unchanged in run_kept_ranks(train_to_the_end, 2):
+        assert done == STEPS_ALLOWED - 1 and "3 steps running were skipped (steps 2 to 4)" in said
         assert "module layers.2" in said and "(operator sqrt" in said, said
         assert "in micro-batch 2" in said
         assert after == "" and is_unchanged

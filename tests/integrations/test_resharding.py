@@ -1,9 +1,7 @@
-"""Checkpoints of four models on five plans each, and of one process: saved on one, loaded on the next, bit for bit."""
+"""Checkpoints of four models on five plans each: saved on one, loaded on the next, bit for bit."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +10,7 @@ import torch
 
 from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
 from tests.integrations.engine_jobs import B, U, config_of, decay_groups, make_engine, steps
+from tests.integrations.generation_jobs import with_adapters
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
@@ -54,16 +53,6 @@ def make(
     given = {"model_parameters": decay_groups(model.parameters())} if name == "t5" else {}
     config = config_of(**MORE.get(name, {}), zero_optimization={"stage": zero}, block=block)
     return make_engine(model, batches[0], config, **given), batches
-
-
-def with_adapters(model: Any) -> Any:
-    """Train LoRA adapters of the language model alone, and nothing of the vision tower."""
-    from peft import LoraConfig, get_peft_model
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        lora = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v)_proj", lora_dropout=0.0)
-        return get_peft_model(model, lora)
 
 
 def reshard(
@@ -109,31 +98,16 @@ def assert_same_bits(one: WholeState, other: WholeState) -> None:
     assert options(one) == options(other)
 
 
-Resharded = Callable[[str], tuple[Path, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="module")
-def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
-    """Return where a model's checkpoints on all plans are, and what each rank saw; trained once."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Path, list[dict[str, Any]]]:
-        directory = tmp_path_factory.mktemp(name)
-        return directory, run_kept_ranks(reshard, 4, name, str(directory), timeout_s=400)
-
-    return run
-
-
 @pytest.mark.parametrize("name", MORE)
-def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
-    directory, answers = resharded(name)
+def test_pairs_of_plans(name: str, tmp_path: Path) -> None:
+    answers = run_kept_ranks(reshard, 4, name, str(tmp_path), timeout_s=400)
     first, *others = PLANS
     assert all(answer == answers[0] for answer in answers[1:])
-    saved = read_checkpoint(directory / first)
+    saved = read_checkpoint(tmp_path / first)
     assert saved.optimizer and saved.step == 2
     is_half = "bf16" in MORE[name]
     for plan in (*others, "back"):
-        assert_same_bits(saved, read_checkpoint(directory / plan))
+        assert_same_bits(saved, read_checkpoint(tmp_path / plan))
         wanted, found = answers[0][first], answers[0][plan]
         assert found == pytest.approx(wanted, rel=3e-2 if is_half else 2e-5), plan
     assert answers[0]["back"] == answers[0][first], "the same plan again: the same bits"

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import gpp_plugin
-from gpp_plugin.errors import ConfigError
-from tests.integrations.engine_jobs import config_of, make_engine, steps
+from tests.integrations.engine_jobs import config_of, make_engine, said_of, steps
 from tests.ranks import run_kept_ranks
 from tests.tiers import some
 
@@ -286,11 +285,7 @@ def named(values: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def forgotten(zero: int) -> str:
     """Return what is said of norms whose gradients are of each rank's part of the sequence, which nobody marked."""
-    try:
-        steps(engine_of("beside", zero, forgets=True), [make_batch(0)])
-    except ConfigError as error:
-        return str(error)
-    return ""
+    return said_of(lambda: steps(engine_of("beside", zero, forgets=True), [make_batch(0)]))
 
 
 # ---- one process -----------------------------------------------------------------------------------------

@@ -18,8 +18,6 @@ from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_t
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 
-COUNT = 32  # whole mini-batches: Trainer also trains on what is left of an epoch
-
 
 def check_alike(found: list[Any], wanted: list[Any], *, tolerance: float = 1e-6) -> None:
     assert len(found) == len(wanted) == jobs.STEPS

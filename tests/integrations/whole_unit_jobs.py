@@ -25,15 +25,10 @@ def build_reader() -> Reader:
 
 def refused() -> list[str]:
     """Return what is said of mini-batches that do not fit, and train a good one of unlike units behind them."""
-    import deepspeed
-
-    import gpp_plugin
-
     use_device("cpu")
     job = {"model": "reader", "mini_batch": 4, "unit": 2, "block": {"stages": 2}}
     good = [reader_batch(TWO, seed=seed, padded=True) for seed in (0, 1)]
-    wrapped = gpp_plugin.GraphPipelineModule(build_reader(), sample_batch=good[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
+    engine = make_engine(build_reader(), good[0], make_config(job))
     five = {key: torch.ones(5, 3, dtype=torch.long) for key in good[0]}
     said = [
         said_of(functools.partial(engine.train_batch, iter(units))) for units in ([five, good[0]], good[:1])

@@ -10,7 +10,6 @@ import torch
 
 from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
 from tests.integrations.engine_jobs import B, U, config_of, decay_groups, make_engine, steps
-from tests.integrations.generation_jobs import with_adapters
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
@@ -53,6 +52,16 @@ def make(
     given = {"model_parameters": decay_groups(model.parameters())} if name == "t5" else {}
     config = config_of(**MORE.get(name, {}), zero_optimization={"stage": zero}, block=block)
     return make_engine(model, batches[0], config, **given), batches
+
+
+def with_adapters(model: Any) -> Any:
+    """Train LoRA adapters of the language model alone, and nothing of the vision tower."""
+    from peft import LoraConfig, get_peft_model
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        lora = LoraConfig(r=4, target_modules=r".*language_model.*\.(q|v)_proj", lora_dropout=0.0)
+        return get_peft_model(model, lora)
 
 
 def reshard(

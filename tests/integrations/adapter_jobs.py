@@ -8,11 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.capture.test_one_sample import batch_of, llama
-from tests.integrations.engine_jobs import config_of, make_engine, steps
-
-B = 4
-
 
 def with_lora(base: nn.Module, **changes: Any) -> Any:
     """Return the model with LoRA whose two matrices are random, so that every one of them counts."""
@@ -32,13 +27,3 @@ def randomise(model: nn.Module) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.normal_(std=0.1)
-
-
-def train_and_save(directory: str) -> dict[str, Any]:
-    """Train LoRA on two stages and save it."""
-    model = with_lora(llama())
-    config = config_of(train_batch_size=B, train_micro_batch_size_per_gpu=2, block={"stages": 2})
-    engine = make_engine(model, batch_of(B), config)
-    losses = steps(engine, [batch_of(B)] * 2)
-    engine.save_pretrained(f"{directory}/adapter")
-    return {"losses": losses, "state": engine.gather_state_dict()}

@@ -15,11 +15,6 @@ from tests.integrations.engine_jobs import B, config_of, make_engine
 from tests.integrations.frozen_jobs import frozen_model
 
 STAGES: dict[str, list[dict[str, Any]]] = {
-    "clip text_model": [
-        {"name": "text", "modules": ["text_model"], "devices": 1},
-        {"name": "vision", "modules": ["vision_model"], "devices": 1},
-        {"name": "loss", "modules": ["*"], "devices": 1},
-    ],
     "llava model.vision_tower": [
         {"name": "vision", "modules": ["model.vision_tower"], "devices": 1},
         {"name": "language", "modules": ["*"], "devices": 1},
@@ -85,7 +80,6 @@ def train(
     interrupt: str = "",
     directory: str = "",
     draws: bool = False,
-    block: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train some steps; between two of them do what ``interrupt`` names.
 
@@ -108,7 +102,6 @@ def train(
             "plan": {"stages": STAGES[stages]},
             "look_ahead": given,
             "micro_batch_sizes": 2,
-            **(block or {}),
         },
     )
     data = {"training_data": Rows(make_batch(4 * B, 50), draws=draws)} if own else {}
@@ -137,7 +130,6 @@ def train(
         "looked": looked,
         "parameters": parameters,
         "steps": engine.global_steps,
-        "stage": engine.stage_name,
         "report": engine.memory_report(),
     }
     engine.flush()

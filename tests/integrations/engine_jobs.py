@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import _world
 
 from tests.models import build
 from tests.reference import ReferenceRun, gradient_errors
@@ -115,13 +114,6 @@ def clipping(
     return made
 
 
-def bytes_beside(model: nn.Module, stage: nn.Module) -> int:
-    """Return the bytes of a user's model that are not its stage's."""
-    held = {t.untyped_storage().data_ptr() for t in (*stage.parameters(), *stage.buffers())}
-    own = [t for t in (*model.parameters(), *model.buffers()) if not t.is_meta]
-    return sum(t.nbytes for t in own if t.untyped_storage().data_ptr() not in held)
-
-
 def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     own = list(parameters)
     decayed, others = [p for p in own if p.ndim > 1], [p for p in own if p.ndim <= 1]
@@ -147,46 +139,6 @@ def train_with_everything(zero: int) -> dict[str, Any]:
         norms.append(engine.get_global_grad_norm())
         rates.append(engine.get_lr())
     return {"losses": losses, "norms": norms, "rates": rates, "first_rate": first_rate}
-
-
-def train_in_precision(precision: str) -> dict[str, Any]:
-    """Mixed precision on T5 (tied embeddings) and CLIP."""
-    answers = {}
-    for name in ("t5", "clip"):
-        model, make_batch = build(name)
-        batches = [make_batch(B, seed) for seed in range(3)]
-        config = config_of(
-            **{precision: {"enabled": True}}, zero_optimization={"stage": 1}, block={"stages": 2}
-        )
-        engine = make_engine(model, batches[0], config)
-        answers[name] = {
-            "losses": steps(engine, batches),
-            "dtypes": {str(p.dtype) for p in engine.module.parameters()},
-            "resident": bytes_beside(model, engine.module),
-            "says": (
-                engine.zero_optimization_stage(),
-                engine.gradient_clipping(),
-                engine.bfloat16_enabled(),
-            ),
-        }
-    return answers
-
-
-def evaluate() -> dict[str, Any]:
-    """Evaluation of batches of any size, with and without labels, with dropout in training."""
-    model, make_batch = build("gpt2", dropout=0.3)
-    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2, "data_parallel": 2}))
-    answers: dict[str, Any] = {"losses": {}}
-    groups = len(_world.pg_map)
-    for size in (16, 5, 1):
-        loss, logits = engine.eval_batch(iter([make_batch(size, size)]), return_logits=True)
-        answers["losses"][size] = (float(loss), logits)
-    answers["plain"] = float(engine.eval_batch(iter([make_batch(16, 16)])))
-    unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
-    answers["unlabelled"] = engine.eval_batch(iter([unlabelled]), compute_loss=False)
-    answers["after"] = steps(engine, [make_batch(B, 0)])[0]
-    answers["groups made"] = len(_world.pg_map) - groups
-    return answers
 
 
 def different_data() -> dict[str, str]:

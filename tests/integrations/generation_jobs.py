@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.integrations import adapter_jobs
-from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, said_of, steps
 from tests.models import Built, build
 
 VOCABULARY = 64
@@ -153,16 +154,11 @@ def generate_all(
 
 def in_micro_batches(engine: Any, name: str, number: Any) -> dict[str, Any]:
     """Generate in all ways, in parts of the prompts; and from prompts of which one fails in its module."""
-    from gpp_plugin.errors import GppError
-
     set_generation(engine, micro_batches=number)
-    given, said = prompts(name), ""
+    given = prompts(name)
     found, report = generate_ways(engine, name), engine.cache_report()
-    try:
-        given["input_ids"][3, -1] = 10**6  # no such token: the rank of the embedding fails in one part
-        engine.generate(**given, **ways(name)["greedy"])
-    except GppError as error:
-        said = str(error)
+    given["input_ids"][3, -1] = 10**6  # no such token: the rank of the embedding fails in one part
+    said = said_of(lambda: engine.generate(**given, **ways(name)["greedy"]))
     set_generation(engine, micro_batches=1)
     return {"found": found, "report": report, "said": said}
 
@@ -255,8 +251,6 @@ def stream(engine: Any, name: str) -> list[int]:
 
 def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
     """Return what is said to wrong calls; the engine goes on after each of them."""
-    from gpp_plugin.errors import GppError
-
     rank, given = engine.global_rank, prompts("gpt2")
     other = {**given, "input_ids": given["input_ids"] + rank}
     long = {name: value.repeat(1, 4) for name, value in given.items()}
@@ -271,14 +265,7 @@ def refuse(engine: Any, model: nn.Module) -> dict[str, str]:
         "unknown": {**given, "max_new_tokns": 2},
         "too long": {**long, "max_new_tokens": 2},  # the table of positions ends: on the rank that holds it
     }
-    said = {}
-    for name, arguments in calls.items():
-        try:
-            engine.generate(**arguments)
-            said[name] = "nothing"
-        except GppError as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+    return {name: said_of(functools.partial(engine.generate, **given)) for name, given in calls.items()}
 
 
 def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool = True) -> dict[str, Any]:
@@ -288,8 +275,6 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
         cases: how many prompts, and how to generate from them.
         are_cut: do each again with one byte less room than whole caches take: "auto" cuts them then.
     """
-    from gpp_plugin.errors import ConfigError
-
     answers: dict[str, Any] = {}
     engine = engine_of(name, block={"stages": 2, "data_parallel": 2, "generate": {"block": 2}})
     state = engine.gather_state_dict()
@@ -312,10 +297,8 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
                 set_generation(engine, micro_batches=2)
                 answers[f"data {number} {way} in 2"] = generate(number, way) | expected
                 set_generation(engine, micro_batches=1)
-    try:
-        generate(*cases[-1], 100)
-    except ConfigError as error:
-        answers["no room"] = {"found": {}, "expected": {}, "report": whole["report"], "said": str(error)}
+    said = said_of(lambda: generate(*cases[-1], 100))
+    answers["no room"] = {"found": {}, "expected": {}, "report": whole["report"], "said": said}
     engine.destroy()
     return answers
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.megatron import (
     gather_full_state,
     gpt_stage,
@@ -22,6 +21,7 @@ from gpp_plugin.integrations.megatron import (
 from gpp_plugin.integrations.megatron.chunks import DropoutStreams
 from gpp_plugin.integrations.megatron.stages import require_megatron
 from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_contexts
+from tests.integrations.engine_jobs import said_of
 
 LAYERS, HIDDEN, VOCAB, LENGTH, IMAGE = 4, 32, 64, 12, 63
 LANGUAGE = {"vocab_size": VOCAB, "max_sequence_length": 16}
@@ -225,10 +225,7 @@ def merged() -> dict[str, Any]:
         )
     answers["by hand"] = float(per_token)
     batch["input_ids"][0, 5] = IMAGE
-    try:
-        chunk(**batch)
-    except ValueError as error:
-        answers["said"] = str(error)
+    answers["said"] = said_of(lambda: chunk(**batch))
     return answers
 
 
@@ -314,10 +311,4 @@ def refuse() -> dict[str, str]:
         "wide weight": lambda: load_full_state(lower, gather_full_state(wide)),
         "no chunk": lambda: gather_full_state(nn.Linear(2, 2)),
     }
-    said = {}
-    for name, call in calls.items():
-        try:
-            call()
-        except (GppError, TypeError) as error:
-            said[name] = f"{type(error).__name__}: {error}"
-    return said
+    return {name: said_of(call) for name, call in calls.items()}

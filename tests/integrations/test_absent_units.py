@@ -21,25 +21,9 @@ def check(answer: dict[str, Any], *, is_exact: bool = True) -> None:
         assert answer["logits"] and all(apart < 1e-5 for apart in answer["logits"])
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"),
-    [("qwen2_5_vl", 1), ("llava_next", 3), ("qwen2_5_vl", 3), ("llava_next", 1)],
-)
-def test_text_only_units_of_models_whose_python_reads_values(name: str, ranks: int) -> None:
-    # what is read of a unit is that of its pattern: sizes of images, or nothing
-    block = {"data_parallel": 1, "stages": ranks}
-    answers = run_kept_ranks(jobs.train_absent, ranks, name, block, 0, ("btb", "ttt", "tbt"), timeout_s=200.0)
-    for answer in answers:
-        check(answer)
-        assert len(answer["stages"]) == ranks
-    assert answers[0]["weights"]
-
-
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_towers_of_which_units_lack_one(ranks: int) -> None:
-    answers = run_kept_ranks(
-        jobs.train_absent, ranks, "towers", {"data_parallel": 1}, 0, ("blr", "lll", "rbr")
-    )
+    answers = run_kept_ranks(jobs.train_absent, ranks, {"data_parallel": 1}, 0, ("blr", "lll", "rbr"))
     for answer in answers:
         check(answer)
     assert answers[0]["weights"]
@@ -50,9 +34,7 @@ def test_towers_of_which_units_lack_one(ranks: int) -> None:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_ranks_whose_units_lack_a_tower_that_others_have(zero: int) -> None:
     # of two data-parallel ranks the second one's units have no right input; then nobody's have
-    answers = run_kept_ranks(
-        jobs.train_absent, 2, "towers", {"data_parallel": 2}, zero, ("blbl", "llll", "rrbb")
-    )
+    answers = run_kept_ranks(jobs.train_absent, 2, {"data_parallel": 2}, zero, ("blbl", "llll", "rrbb"))
     for answer in answers:
         check(answer, is_exact=zero == 0)
     first, second = answers[0]["moved"]

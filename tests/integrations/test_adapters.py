@@ -16,8 +16,6 @@ from gpp_plugin.errors import CheckpointError
 from gpp_plugin.integrations.huggingface.hf_weights import save_pretrained
 from tests.capture.test_one_sample import batch_of, llama
 from tests.integrations import adapter_jobs as jobs
-from tests.ranks import run_kept_ranks
-from tests.reference import train_reference
 
 peft = pytest.importorskip("peft", reason="peft is not installed")
 
@@ -96,15 +94,3 @@ def test_a_learnt_prompt_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="learnt prompt; .* take gather_state_dict"):
         save_in_stages(model, tmp_path / "ours")
     assert not list(tmp_path.iterdir())
-
-
-def test_a_trained_adapter_is_loaded_by_peft(tmp_path: Path) -> None:
-    answers = run_kept_ranks(jobs.train_and_save, 2, str(tmp_path))
-    model = jobs.with_lora(llama())
-    assert answers[0]["losses"] == pytest.approx(
-        train_reference(model, [batch_of(jobs.B)] * 2, unit=2).losses, rel=1e-5
-    )
-    model.load_state_dict(answers[0]["state"])
-    again = peft.PeftModel.from_pretrained(llama(), tmp_path / "adapter")
-    assert torch.equal(logits(again), logits(model))
-    assert not torch.equal(logits(again), logits(jobs.with_lora(llama()))), "training has changed it"

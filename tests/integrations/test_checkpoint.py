@@ -169,12 +169,6 @@ def tell(directory: Path, tag: str | None = None, **options: Any) -> str:
     return texts[0]
 
 
-def test_latest_and_named_tags(saved: Path) -> None:
-    assert tell(saved) == "loaded second, step 2"
-    assert tell(saved, "first") == "loaded first, step 1"
-    assert "does not exist" in tell(saved, "third")
-
-
 def test_another_plan_loads(saved: Path) -> None:
     assert tell(saved, fewer_stages=True) == "loaded second, step 2"
     assert load(PipelinePlan, saved / "second" / "plan.json") == toy.make_plan()

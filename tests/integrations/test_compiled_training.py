@@ -8,28 +8,23 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from gpp_plugin.backends import compiled_blocks
 from tests.compilers import compile_plainly
-from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps_and_gradients
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
 
 
-def train_one(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> dict[str, Any]:
+def train_one(asked: Any, *, model: str, folder: str) -> dict[str, Any]:
     """Train three steps, evaluate, and tell what is compiled."""
-    made, make_batch = build(model, dropout=dropout)
+    made, make_batch = build(model)
     batches = [make_batch(B, seed) for seed in range(3)]
     block = {"stages": 2, "slicing": "off", "compile": asked, "profile_dir": folder}
     engine = make_engine(made, batches[0], config_of(block=block))
-    torch.manual_seed(5)  # what starting draws is not the same where profiles are on disk
-    engine.retain_gradients()
-    losses = steps(engine, batches[:1])
-    gradients = {name: gradient.clone() for name, gradient in engine.gradients.items()}
-    losses += steps(engine, batches[1:])
+    losses, gradients = steps_and_gradients(engine, batches)
     losses.append(float(engine.eval_batch(iter([make_batch(B, 9)]))))
     report = engine.memory_report()
     told = {
@@ -45,9 +40,7 @@ def train_one(asked: Any, *, model: str, folder: str, dropout: float = 0.0) -> d
     return told
 
 
-def train_cases(
-    cases: list[Any], model: str, folder: str, dropout: float, is_plain: bool
-) -> list[dict[str, Any]]:
+def train_cases(cases: list[Any], model: str, folder: str, is_plain: bool) -> list[dict[str, Any]]:
     """Train once for each value of the key.
 
     Args:
@@ -55,7 +48,7 @@ def train_cases(
     """
     compiler = compile_plainly if is_plain else compiled_blocks.compile_with_inductor
     with mock.patch.object(compiled_blocks, "compile_with_inductor", compiler):
-        found = [train_one(asked, model=model, folder=folder, dropout=dropout) for asked in cases]
+        found = [train_one(asked, model=model, folder=folder) for asked in cases]
     for one in found:  # compiled code may make the planner cut the stages elsewhere
         of_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, one["gradients"])
@@ -67,11 +60,9 @@ def train_cases(
     return found
 
 
-def train(
-    cases: list[Any], folder: Path, *, model: str = "gpt2", dropout: float = 0.0, is_plain: bool = True
-) -> Any:
+def train(cases: list[Any], folder: Path, *, model: str = "gpt2", is_plain: bool = True) -> Any:
     """Return the answers of both ranks to each case."""
-    of_ranks = run_kept_ranks(train_cases, 2, cases, model, str(folder), dropout, is_plain, timeout_s=290)
+    of_ranks = run_kept_ranks(train_cases, 2, cases, model, str(folder), is_plain, timeout_s=290)
     return [list(of_case) for of_case in zip(*of_ranks, strict=True)]
 
 
@@ -106,7 +97,7 @@ def test_what_is_compiled_is_what_is_asked_and_is_told(compiled: tuple[Any, Any]
 
 @pytest.mark.parametrize("model", ["gpt2", "clip", "t5"])
 def test_inductor_on_real_ranks(model: str, tmp_path: Path) -> None:
-    off, whole = train([False, True], tmp_path, model=model, dropout=0.0, is_plain=False)
+    off, whole = train([False, True], tmp_path, model=model, is_plain=False)
     for own, right in zip(whole, off, strict=True):
         assert own["losses"] == pytest.approx(right["losses"], rel=1e-5)
         assert own["error"] <= 1e-5 and own["num_compiled"] > 0 == right["num_compiled"]

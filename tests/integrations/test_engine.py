@@ -1,4 +1,4 @@
-"""The engine as a user has it: precision, clipping, groups, evaluation, refusals."""
+"""The engine as a user has it: clipping, groups, what training skips, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from tests.integrations import engine_jobs as jobs
 from tests.models import build
 from tests.ranks import run_kept_ranks, run_ranks
-from tests.reference import gradient_errors, loss_of, train_reference, units_of
+from tests.reference import gradient_errors, train_reference
 from tests.runtime.odd_models import build_odd
 
 
@@ -37,38 +37,6 @@ def test_clipping_groups_and_schedule_equal_torch(zero: int) -> None:
         assert answer["norms"] == pytest.approx(norms, rel=2e-5)
         assert answer["losses"] == pytest.approx(losses, rel=2e-5)
     assert answers[0]["rates"][-1] == pytest.approx([2e-3, 2e-3])
-
-
-def test_bf16_trains_within_its_rounding() -> None:
-    answers = run_kept_ranks(jobs.train_in_precision, 4, "bf16")
-    for name in ("t5", "clip"):
-        model, make_batch = build(name)
-        batches = [make_batch(jobs.B, seed) for seed in range(3)]
-        reference = train_reference(model, batches, unit=jobs.U)
-        for answer in answers:
-            assert answer[name]["losses"] == pytest.approx(reference.losses, rel=2e-2)
-            assert answer[name]["dtypes"] == {"torch.bfloat16"}
-            assert answer[name]["resident"] < 1024, "the model keeps no uncast copy of the stage's parameters"
-            assert answer[name]["says"] == (1, 0.0, True)
-
-
-def test_evaluation_equals_the_plain_model() -> None:
-    answers = run_kept_ranks(jobs.evaluate, 4)
-    model, make_batch = build("gpt2", dropout=0.3)
-    model.eval()
-    with torch.no_grad():
-        for size, (loss, logits) in answers[0]["losses"].items():
-            batch = make_batch(size, size)
-            parts = units_of(batch, jobs.U)
-            expected = sum(float(loss_of(model(**p))) * p["input_ids"].shape[0] for p in parts) / size
-            assert loss == pytest.approx(expected, rel=1e-6), size
-            assert torch.allclose(logits, model(**batch).logits, rtol=1e-5, atol=1e-6), size
-        unlabelled = {k: v for k, v in make_batch(6, 6).items() if k != "labels"}
-        assert torch.allclose(answers[0]["unlabelled"], model(**unlabelled).logits, rtol=1e-5, atol=1e-6)
-    assert answers[0]["plain"] == answers[0]["losses"][16][0]
-    assert all(answer["losses"][5][0] == answers[0]["losses"][5][0] for answer in answers)
-    assert len({answer["after"] for answer in answers}) == 1
-    assert [answer["groups made"] for answer in answers] == [0] * 4, "all lanes share the messages' groups"
 
 
 def test_different_data_on_ranks_is_refused() -> None:

@@ -43,7 +43,6 @@ def both(kind: str, stages: str, ranks: int, **options: Any) -> list[dict[int, d
         (LLAVA, "llava on two", 4, {"zero": 2}),
         (LLAVA, "llava on two", 4, {"zero": 3}),
         (LLAVA, "llava branch of two", 3, {"lengths": (12, 10, 10, 11, 12, 10)}),
-        (CLIP, CLIP, 3, {"zero": 1}),
         (LLAVA, "llava, the tower on the language model's ranks", 2, {"dropout_after": 0.1, "zero": 1}),
         (
             LLAVA,

@@ -22,14 +22,8 @@ CHAIN: dict[str, Any] = {"stages": 2}
 ONE: dict[str, Any] = {"stages": 1}
 
 
-def read_while_training(
-    name: str, zero: int, precision: str, block: dict[str, Any], spoil: bool = False
-) -> dict[str, list[str]]:
-    """Train three mini-batches; return what the host read in the last two, in tasks, for the steps, for the losses.
-
-    Args:
-        spoil: read a gradient behind each backward.
-    """
+def read_while_training(name: str, zero: int, precision: str, block: dict[str, Any]) -> dict[str, list[str]]:
+    """Train three mini-batches; return what the host read in the last two, in tasks, for the steps, for the losses."""
     allow_fp16()
     model, make_batch = build(name, layers=1 if name == "t5" else 2, dropout=0.1)
     batches = [make_batch(B, seed) for seed in range(3)]
@@ -60,14 +54,6 @@ def read_while_training(
         apply(*args, **options)
 
     executor.run, hooks.step, updater.apply = watched_run, watched_step, unwatched_apply
-    if spoil:
-        accumulate = hooks.accumulate
-
-        def reading() -> None:
-            accumulate()
-            assert all(bool(torch.isfinite(p).all()) for p in engine.module.parameters())
-
-        hooks.accumulate = reading
     for batch in batches[1:]:
         engine.train_batch(data_iter=iter([batch]))
     return {"tasks": tasks.found, "step": step.found}
@@ -91,11 +77,6 @@ def test_tasks_read_nothing_and_a_step_once(num_ranks: int, zero: int, precision
         assert answer["tasks"] == []
         assert len(answer["step"]) == 2, "one a step"
         assert all("stage_step.py" in where for where in answer["step"]), answer["step"]
-
-
-def test_a_read_that_is_put_back_is_found() -> None:
-    found = run_kept_ranks(read_while_training, 2, "gpt2", 0, "fp32", CHAIN, True)
-    assert all(answer["tasks"] for answer in found)
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,6 @@ def make_mistakes() -> dict[str, str]:
     mistakes: dict[str, Callable[[], Any]] = {
         **{name: getattr(engine, name) for name in ("forward", "backward", "step", "no_sync")},
         "no optimizer": lambda: steps(idle, [batch]),
-        "mistyped": lambda: start({"graph_pipline": {}}),
-        "unknown key": lambda: start(stage=2),
         "too many": lambda: start(stages=9),
         "no sample": lambda: deepspeed.initialize(model=build("two_branch")[0], config=config_of()),
         "two plans": lambda: start(plan={"stages": [{"modules": ["*"]}]}),
@@ -53,8 +51,6 @@ def make_mistakes() -> dict[str, str]:
         "saved sizes": lambda: start(plan=saved, micro_batch_sizes=8),
         "saved schedule": lambda: start(plan=saved, schedule="gpipe"),
         "weights": lambda: start(weights="nowhere"),
-        "module": lambda: start(micro_batch_sizes={"lefd": 4}),
-        "stage": lambda: start(micro_batch_sizes={"left.7": 4}),
         "trace": lambda: start(trace_path="/dev/null/trace.json"),
     }
     said |= {name: said_of(mistake) for name, mistake in mistakes.items()}
@@ -73,19 +69,13 @@ def test_a_mistake_gets_the_same_line_on_every_rank() -> None:
         "forward": "train_batch", "no_sync": "train_batch", "no data": "training_data",
         "short": "train_batch_size=8", "no iterator": "iter(...)", "no labels": "lacks ['labels']",
         "more keys": "also has ['weight']", "no optimizer": "optimizer: missing",
-        "mistyped": "graph_pipline", "unknown key": "graph_pipeline.stage", "too many": "stages: 9",
+        "too many": "stages: 9",
         "no sample": "sample_batch", "two plans": "graph_pipeline.stages: 2",
         "slices": "graph_pipeline.slicing: on, and graph_pipeline.plan slices nothing",
         "saved sizes": "graph_pipeline.micro_batch_sizes: 8 is requested for stage 'left",
         "saved schedule": "graph_pipeline.schedule: gpipe is requested, graph_pipeline.plan has 1f1b",
         "weights": "graph_pipeline.weights: 'nowhere'",
-        "module": "graph_pipeline.micro_batch_sizes.lefd: no module or stage 'lefd'",
-        "stage": "graph_pipeline.micro_batch_sizes: the plan has no stage 'left.7'; its stages are",
         "trace": "graph_pipeline.trace_path: /dev/null",
     }.items():  # fmt: skip
         assert wanted in first[name], (name, first[name])
-    for name, wanted in {
-        "mistyped": "graph_pipeline", "unknown key": "'stages'", "too many": "6 blocks",
-        "two plans": "plan has 1", "module": "left",
-    }.items():  # fmt: skip
-        assert wanted in first[name], (name, first[name])
+    assert "6 blocks" in first["too many"] and "plan has 1" in first["two plans"]

@@ -9,9 +9,6 @@ import pytest
 import torch
 
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import STATE_TENSORS, OptimizerBytes, optimizer_bytes
-from tests.integrations.engine_jobs import B, config_of, make_engine
-from tests.models import build
-from tests.ranks import run_kept_ranks
 
 OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
     ("Adam", {}),
@@ -77,36 +74,3 @@ def test_what_is_assumed_of_an_unknown_optimizer_is_said() -> None:
         assert found.state == 8.0 and name in found.assumed and "Adam's" in found.assumed
     assert held(optimizer={"type": "Shampoo"}).assumed
     assert "lion" in STATE_TENSORS and held(optimizer={"type": "Lion"}).total == 4.0
-
-
-def train_with_optimizers() -> dict[str, tuple[int, int]]:
-    """Train a step with several optimizers; return what is predicted and what is found of each on this rank."""
-    momentum = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
-    cases: dict[str, tuple[dict[str, Any], Any]] = {
-        "momentum in bf16": ({"optimizer": momentum, "bf16": {"enabled": True}}, None),
-        "the user's Adagrad": ({}, lambda parameters: torch.optim.Adagrad(parameters, lr=0.1)),
-        "ZeRO 1": ({"zero_optimization": {"stage": 1}}, None),
-    }
-    answers = {}
-    model, make_batch = build("two_branch", layers=3)
-    batch = make_batch(B, 0)
-    for name, (changes, given) in cases.items():
-        config = config_of(block={"planner": "uniform", "stages": 2, "slicing": "off"}, **changes)
-        if given is not None:
-            del config["optimizer"]
-        engine = make_engine(model, batch, config, **({} if given is None else {"optimizer": given}))
-        engine.train_batch(data_iter=iter([batch]))
-        mine = engine.memory_report().ranks[engine.global_rank]
-        answers[name] = mine.predicted.optimizer, mine.held.optimizer
-        engine.destroy()
-        model, _ = build("two_branch", layers=3)
-    return answers
-
-
-def test_engines_hold_what_is_predicted() -> None:
-    """Two stages, an optimizer after the other; masters of half-precision weights and of ZeRO among them."""
-    for answers in run_kept_ranks(train_with_optimizers, 2, timeout_s=120):
-        for name, (predicted, found) in answers.items():
-            assert predicted > 0
-            # and step counters; ZeRO fills the last rank's part up
-            assert predicted <= found <= 1.02 * predicted + 400, name

@@ -1,18 +1,15 @@
-"""Checkpoints of four models on five plans each, and of one process: saved on one, loaded on the next, bit for bit."""
+"""Checkpoints of four models on five plans each: saved on one, loaded on the next, bit for bit."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from gpp_plugin.cli import main
 from gpp_plugin.engine.checkpoints.conversion import WholeState, read_checkpoint
-from tests.integrations.engine_jobs import B, U, clipping, config_of, decay_groups, make_engine, steps
+from tests.integrations.engine_jobs import B, U, config_of, decay_groups, make_engine, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
@@ -92,16 +89,6 @@ def reshard(
     return answer
 
 
-def load_converted(name: str, directory: str, plan: str) -> dict[str, Any]:
-    """Load what one process wrote, and train on."""
-    engine, batches = make(name, plan, seed=4)
-    engine.load_checkpoint(directory)
-    engine.save_checkpoint(f"{directory}/again", tag="half")
-    found = steps(engine, batches[2:])
-    engine.destroy()
-    return {"losses": found, "steps": engine.global_steps}
-
-
 def assert_same_bits(one: WholeState, other: WholeState) -> None:
     """Compare weights (masters where there are some), buffers, all optimizer state and options."""
     assert one.weights.keys() == other.weights.keys() and one.state.keys() == other.state.keys()
@@ -120,31 +107,16 @@ def assert_same_bits(one: WholeState, other: WholeState) -> None:
     assert options(one) == options(other)
 
 
-Resharded = Callable[[str], tuple[Path, list[dict[str, Any]]]]
-
-
-@pytest.fixture(scope="module")
-def resharded(tmp_path_factory: pytest.TempPathFactory) -> Resharded:
-    """Return where a model's checkpoints on all plans are, and what each rank saw; trained once."""
-
-    @functools.cache
-    def run(name: str) -> tuple[Path, list[dict[str, Any]]]:
-        directory = tmp_path_factory.mktemp(name)
-        return directory, run_kept_ranks(reshard, 4, name, str(directory), timeout_s=400)
-
-    return run
-
-
 @pytest.mark.parametrize("name", MORE)
-def test_pairs_of_plans(name: str, resharded: Resharded) -> None:
-    directory, answers = resharded(name)
+def test_pairs_of_plans(name: str, tmp_path: Path) -> None:
+    answers = run_kept_ranks(reshard, 4, name, str(tmp_path), timeout_s=400)
     first, *others = PLANS
     assert all(answer == answers[0] for answer in answers[1:])
-    saved = read_checkpoint(directory / first)
+    saved = read_checkpoint(tmp_path / first)
     assert saved.optimizer and saved.step == 2
     is_half = "bf16" in MORE[name]
     for plan in (*others, "back"):
-        assert_same_bits(saved, read_checkpoint(directory / plan))
+        assert_same_bits(saved, read_checkpoint(tmp_path / plan))
         wanted, found = answers[0][first], answers[0][plan]
         assert found == pytest.approx(wanted, rel=3e-2 if is_half else 2e-5), plan
     assert answers[0]["back"] == answers[0][first], "the same plan again: the same bits"
@@ -188,37 +160,3 @@ def test_what_is_loaded_on_another_plan_and_saved_has_the_same_bits(
     assert saved.optimizer and saved.step == 2
     for plan in (other, "back"):
         assert_same_bits(saved, read_checkpoint(directory / plan))
-
-
-def train_alone(name: str, told: dict[str, Any]) -> list[float]:
-    """Go on from a converted checkpoint with a plain model and torch's AdamW; return five losses."""
-    model, make_batch = build(name, seed=9)
-    model.load_state_dict(told["module"])
-
-    def make(parameters: Any) -> torch.optim.Optimizer:
-        optimizer = torch.optim.AdamW(parameters, lr=1.0)
-        optimizer.load_state_dict(told["optimizer"])
-        return optimizer
-
-    clips = clipping(make, MORE[name].get("gradient_clipping", 0.0), [])
-    batches = [make_batch(B, seed) for seed in range(2, 7)]
-    return train_reference(model, batches, unit=U, make_optimizer=clips).losses
-
-
-def test_one_process_goes_on_and_hands_back(
-    resharded: Resharded, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name, first = "clip", "two stages"
-    directory, answers = resharded(name)
-    one = tmp_path / "one.pt"
-    assert main(["convert", str(directory / "one stage of four, ZeRO 2"), str(one)]) == 0
-    assert "step 2" in capsys.readouterr().out
-    told = torch.load(one, weights_only=True)
-    assert train_alone(name, told) == pytest.approx(answers[0][first], rel=2e-5)
-    universal, back = tmp_path / "universal", tmp_path / "converted"
-    assert main(["convert", str(one), str(universal), "--to", "universal"]) == 0
-    assert main(["convert", str(universal), str(back), "--to", "gpp"]) == 0
-    found = run_kept_ranks(load_converted, 4, name, str(back), "two of two, ZeRO 3")
-    assert_same_bits(read_checkpoint(directory / first), read_checkpoint(back / "again"))
-    for answer in found:
-        assert answer["losses"] == pytest.approx(answers[0][first], rel=2e-5) and answer["steps"] == 7

@@ -45,7 +45,6 @@ PLACED: dict[str, tuple[str, list[list[str]], list[list[int]]]] = {
     "gpt2, in a V": ("gpt2", GPT2, [[0], [1], [1], [0]]),
     "clip on two ranks": ("clip", CLIP, [[0, 1], [0], [1]]),
     "t5, the encoder on the decoder's ranks": ("t5", T5, [[0, 1], [0], [1]]),
-    "clip on four ranks": ("clip", CLIP, [[0, 1, 2, 3], [0, 1], [2, 3]]),
     "llava, the tower on all ranks": ("llava", LLAVA, [[0, 1, 2, 3], [0, 1], [2, 3]]),
 }
 """Model, the modules of each stage, and the ranks of each."""
@@ -229,7 +228,6 @@ CASES: list[tuple[str, int, int, dict[str, Any]]] = [
     ("gpt2, in a V", 2, 0, {"memory": {"recompute": "full"}}),
     ("clip on two ranks", 2, 2, {"clipping": 0.05}),
     ("t5, the encoder on the decoder's ranks", 2, 1, {"memory": {"recompute": "full"}}),
-    ("clip on four ranks", 4, 1, {}),
     ("llava, the tower on all ranks", 4, 1, {"clipping": 0.05}),
 ]
 

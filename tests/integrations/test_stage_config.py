@@ -137,41 +137,9 @@ def test_zero_3_is_zero_1_to_deepspeed() -> None:
     assert zero["stage"] == 1 and not any("stage3" in key or key == "sub_group_size" for key in zero)
 
 
-@pytest.mark.parametrize(
-    ("config", "start"),
-    [
-        (
-            {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
-            'zero_optimization.offload_param.device: "cpu"',
-        ),
-        ({"zero_optimization": 1}, "zero_optimization: expected an object"),
-        ({"zero_optimization": {"stage": 1, "zenflow": {"topk_ratio": 0.1}}}, "zero_optimization.zenflow: "),
-        (
-            {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}},
-            'zero_optimization.offload_optimizer.device: "nvme"',
-        ),
-        (
-            {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
-            "zero_optimization.offload_optimizer: ",
-        ),
-        (
-            {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}},
-            "data_types.grad_accum_dtype: ",
-        ),
-        ({"communication_data_type": "int8"}, 'communication_data_type: "int8"'),
-        (
-            {"tensor_parallel": {"autotp_size": 2}},
-            "tensor_parallel.autotp_size: 2 is not supported: stages are shared out among ranks by graph_pipeline.",
-        ),
-        ({"optimizer": {"type": "Muon", "params": {}}}, "optimizer.type: Muon"),
-        ({"checkpoint": {"load_universal": True}}, "checkpoint.load_universal: "),
-    ],
-)
-def test_what_stages_cannot_do_is_refused_by_its_key(config: dict[str, Any], start: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        derive(config)
-    assert str(caught.value).startswith(start)
-    assert "\n" not in str(caught.value)
+def test_sums_that_lose_precision_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^data_types.grad_accum_dtype: "):
+        derive({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp16"}})
 
 
 def test_an_optimizer_on_the_host_is_accepted() -> None:

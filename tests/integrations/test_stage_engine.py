@@ -392,18 +392,3 @@ def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
     assert set(run_kept_ranks(construct_fp16, toy.NUM_RANKS)) == {
         "ConfigError: fp16.enabled: this device (cpu) computes no fp16; use bf16"
     }
-
-
-def write_from_outside() -> dict[str, Tensor]:
-    rank = dist.get_rank()
-    engine = toy.make_engine(rank, make_config(1, "bf16"))
-    with torch.no_grad():
-        for parameter in engine.module.parameters():
-            parameter.fill_(2.0)
-    engine.refresh_masters()
-    return engine.parameter_state()
-
-
-def test_masters_follow_weights_written_from_outside() -> None:
-    for state in run_kept_ranks(write_from_outside, toy.NUM_RANKS):
-        assert all(torch.equal(value, torch.full_like(value, 2.0)) for value in state.values())

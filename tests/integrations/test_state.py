@@ -8,42 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from gpp_plugin.model.materialize import resident_bytes
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of, steps
+from tests.integrations.loading_jobs import Samples, make
 from tests.models import build
 from tests.ranks import run_kept_ranks
 
 
-class Failing(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """A dataset of two-branch samples that cannot be read on one rank after a while."""
-
-    def __init__(self, rank: int, bad_rank: int) -> None:
-        self.batch = build("two_branch")[1](3 * B, 0)
-        self.is_bad = rank == bad_rank
-        self.num_read = 0
-
-    def __len__(self) -> int:
-        return 3 * B
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.num_read += 1
-        if self.is_bad and self.num_read > 3 * B:
-            raise OSError("the disk is gone")
-        return {key: value[index] for key, value in self.batch.items()}
-
-
 def fail_to_load(bad_rank: int) -> dict[str, Any]:
-    """Train until one rank's dataset fails; say what this rank saw and how soon."""
-    import deepspeed
-    import torch.distributed as dist
-
-    model, _ = build("two_branch")
-    dataset = Failing(dist.get_rank(), bad_rank)
-    engine, *_ = deepspeed.initialize(
-        model=model, config=config_of(block={"stages": 2}), training_data=dataset
-    )
+    """Train until one rank's dataset fails, at a sample that the first epoch leaves out; say what this rank saw."""
+    is_bad = torch.distributed.get_rank() == bad_rank
+    engine = make(Samples(broken=15 if is_bad else None), workers=0, stages=2)
     said = [said_of(engine.train_batch) for _ in range(3)]
     assert said[:2] == ["", ""]
     return {"said": said[2], "step": engine.global_steps}

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from gpp_plugin.errors import GppError
-from tests.integrations.engine_jobs import decay_groups, make_engine, steps
+from tests.integrations.engine_jobs import decay_groups, make_engine, said_of, steps
 from tests.ranks import run_kept_ranks
 from tests.reference import train_reference
 from tests.runtime import jobs
@@ -85,11 +84,7 @@ def refuse(block: dict[str, Any], config: dict[str, Any]) -> str:
         "model": "gpt2", "mini_batch": 8, "unit": 2, "block": {"planner": "stock_1f1b", **block}, "config": config,
     }  # fmt: skip
     model, make_batch = jobs.build_model(one)
-    try:
-        make_engine(model, make_batch(8, 0), jobs.make_config(one))
-    except GppError as error:
-        return str(error)
-    return "no error"
+    return said_of(lambda: make_engine(model, make_batch(8, 0), jobs.make_config(one)))
 
 
 def job(model: str, *, mini_batch: int = 8, unit: int = 2, zero: int = 0, **more: Any) -> jobs.Job:

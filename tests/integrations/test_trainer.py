@@ -18,8 +18,6 @@ from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_t
 from tests.integrations import trainer_jobs as jobs
 from tests.ranks import run_kept_ranks
 
-COUNT = 32  # whole mini-batches: Trainer also trains on what is left of an epoch
-
 
 def check_alike(found: list[Any], wanted: list[Any], *, tolerance: float = 1e-6) -> None:
     assert len(found) == len(wanted) == jobs.STEPS
@@ -27,20 +25,6 @@ def check_alike(found: list[Any], wanted: list[Any], *, tolerance: float = 1e-6)
         assert abs(loss - other) <= tolerance
     for (_, norm, rate), (_, norm_2, rate_2) in zip(found, wanted, strict=True):
         assert abs(norm - norm_2) <= 1e-4 * max(norm, 1) and rate == rate_2
-
-
-@pytest.mark.parametrize("name", ["gpt2", "t5", "lora", "clip"])
-def test_losses_are_those_of_trainer_in_one_process(name: str, tmp_path: Path) -> None:
-    ranks = 2
-    total = jobs.UNIT * jobs.ACCUMULATION * ranks
-    configs = [jobs.config_of(0, stages=2), jobs.config_of(1, stages=1, data_parallel=2)]
-    if name == "gpt2":
-        configs.append(jobs.config_of(2, stages=1, data_parallel=2))
-    answers = run_kept_ranks(jobs.train_on_ranks, ranks, name, str(tmp_path), configs, COUNT)
-    plain = jobs.train_plain(name, str(tmp_path), total=total, count=COUNT)
-    for found in answers:
-        for losses in found:
-            check_alike(losses, jobs.logged(plain))
 
 
 def test_arguments_that_know_one_rank_of_several_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

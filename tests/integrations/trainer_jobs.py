@@ -119,24 +119,17 @@ def logged(trainer: Any) -> list[tuple[float, float, float]]:
     return [(row["loss"], float(row["grad_norm"]), row["learning_rate"]) for row in rows]
 
 
-def train_plain(
-    name: str, directory: str, *, total: int, count: int, collator: Any = None, **more: Any
-) -> Any:
+def train_plain(name: str, directory: str, *, total: int, count: int) -> Any:
     """Train with Trainer in this process."""
     from transformers import Trainer
 
-    args = arguments(directory, total=total, ranks=1, one_batch=name == "t5", **more)
-    trainer = Trainer(
-        model_of(name), args, train_dataset=data_of(name, count), data_collator=collator or stack
-    )
+    args = arguments(directory, total=total, ranks=1, one_batch=name == "t5")
+    trainer = Trainer(model_of(name), args, train_dataset=data_of(name, count), data_collator=stack)
     trainer.train()
-    trainer.evaluated = evaluated(trainer, name, collator)
     return trainer
 
 
-def train_on_ranks(
-    name: str, directory: str, configs: list[dict[str, Any]], count: int, collator: Any = None
-) -> list[Any]:
+def train_on_ranks(name: str, directory: str, configs: list[dict[str, Any]], count: int) -> list[Any]:
     """Train on these ranks under each configuration; return what was logged."""
     ranks = dist.get_world_size()
     answers = []
@@ -147,19 +140,12 @@ def train_on_ranks(
             args,
             config=config,
             train_dataset=data_of(name, count),
-            data_collator=collator or stack,
+            data_collator=stack,
         )
         trainer.train()
-        answers.append([*logged(trainer), *evaluated(trainer, name, collator)])
+        answers.append(logged(trainer))
         trainer.engine.destroy()
     return answers
-
-
-def evaluated(trainer: Any, name: str, collator: Any) -> list[tuple[float, float, float]]:
-    """Return a loss of batches of other sizes than those trained on, one of them short, where these are padded."""
-    if collator is None:
-        return []
-    return [(trainer.evaluate(data_of(name, 13))["eval_loss"], 0.0, 0.0)]
 
 
 def config_of(zero: int = 0, **block: Any) -> dict[str, Any]:

@@ -88,32 +88,21 @@ def collate_padded(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict[str, Any]:
     """Train three steps with the mean over tokens, and evaluate; compare with one process."""
-    import deepspeed
-
-    import gpp_plugin
-
     torch.manual_seed(0)
     model, make_batch = build(name, layers=1)
     plain = copy.deepcopy(model)
     batches = [unlike_labels(make_batch(8, seed), 2) for seed in range(3)]
     config = config_of(block={"loss_mean": "tokens", **block}, zero_optimization={"stage": zero})
-    sample = unlike_labels(make_batch(8, 9), 2)
-    if loader == "iterator":
-        engine = make_engine(model, sample, config)
-    else:
-        engine = deepspeed.initialize(
-            model=gpp_plugin.GraphPipelineModule(model, sample_batch=sample),
-            config=config,
-            training_data=[{k: v[i] for k, v in b.items()} for b in batches for i in range(8)],
-            collate_fn=collate_padded if loader == "collated" else None,
-        )[0]
+    given: dict[str, Any] = {}
+    if loader != "iterator":
+        given["training_data"] = [{k: v[i] for k, v in b.items()} for b in batches for i in range(8)]
+        given["collate_fn"] = collate_padded if loader == "collated" else None
+    engine = make_engine(model, unlike_labels(make_batch(8, 9), 2), config, **given)
+    if given:
         batches = list(engine.training_dataloader)
         engine.training_dataloader.generator.manual_seed(0)  # from the beginning, as the engine reads it
     wanted = [[{k: v[i : i + 2] for k, v in b.items()} for i in range(0, 8, 2)] for b in batches]
-    if loader == "iterator":
-        losses, gradients = steps_and_gradients(engine, batches)
-    else:
-        losses, gradients = own_steps(engine)
+    losses, gradients = own_steps(engine) if given else steps_and_gradients(engine, batches)
     evaluated = float(engine.eval_batch(iter([batches[0]])))
     reference = one_process(plain, wanted, loss_mean="tokens")
     with torch.no_grad():

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from gpp_benchmarks.zoo._catalogue import CATALOGUE, IMAGE, IMAGE_END, IMAGE_START, build_model
+from gpp_benchmarks.zoo._catalogue import CATALOGUE, IMAGE, build_model
 from tests.integrations.engine_jobs import make_engine, said_of
 from tests.reading_models import Reader, reader_batch
 from tests.runtime.jobs import make_config, use_device
@@ -25,15 +25,10 @@ def build_reader() -> Reader:
 
 def refused() -> list[str]:
     """Return what is said of mini-batches that do not fit, and train a good one of unlike units behind them."""
-    import deepspeed
-
-    import gpp_plugin
-
     use_device("cpu")
     job = {"model": "reader", "mini_batch": 4, "unit": 2, "block": {"stages": 2}}
     good = [reader_batch(TWO, seed=seed, padded=True) for seed in (0, 1)]
-    wrapped = gpp_plugin.GraphPipelineModule(build_reader(), sample_batch=good[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
+    engine = make_engine(build_reader(), good[0], make_config(job))
     five = {key: torch.ones(5, 3, dtype=torch.long) for key in good[0]}
     said = [
         said_of(functools.partial(engine.train_batch, iter(units))) for units in ([five, good[0]], good[:1])
@@ -62,22 +57,10 @@ def windows(num_stages: int) -> dict[str, Any]:
 
 
 def family(name: str) -> Any:
-    """Return a small model of a family."""
+    """Return a small LLaVA-NeXT."""
     entry = CATALOGUE[name]
-    if name == "llava_next":
-        config = {**entry.config, "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]]}
-        entry = dataclasses.replace(entry, config=config)
-    return build_model(entry)
-
-
-def _grid(shape: tuple[int, int], generator: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
-    """Return an image as Qwen2.5-VL takes it: all its patches in a list, and their rows and columns."""
-    rows, columns = shape
-    patches = torch.randn(rows * columns, 3 * 2 * 4 * 4, generator=generator)
-    return rows * columns // 4, {
-        "pixel_values": patches,
-        "image_grid_thw": torch.tensor([[1, rows, columns]]),
-    }
+    config = {**entry.config, "image_grid_pinpoints": [[8, 8], [8, 16], [16, 8]]}
+    return build_model(dataclasses.replace(entry, config=config))
 
 
 def _tiles(shape: tuple[int, int], generator: torch.Generator) -> tuple[int, dict[str, torch.Tensor]]:
@@ -90,47 +73,36 @@ def _tiles(shape: tuple[int, int], generator: torch.Generator) -> tuple[int, dic
     return 4 + rows * (columns + 1), {"pixel_values": tiles, "image_sizes": torch.tensor([list(shape)])}
 
 
-_IMAGES: dict[str, tuple[Any, tuple[int, ...], tuple[int, ...]]] = {
-    "qwen2_5_vl": (_grid, (IMAGE_START,), (IMAGE_END,)),
-    "llava_next": (_tiles, (), ()),
-}
-
-
-def family_unit(name: str, images: list[list[tuple[int, int]]], *, length: int, seed: int) -> dict[str, Any]:
+def family_unit(images: list[list[tuple[int, int]]], *, length: int, seed: int) -> dict[str, Any]:
     """Return a unit of texts, each with some images of its own sizes in front, padded to one length.
 
     Args:
-        images: of each sample; none at all: the unit is text only.
+        images: of each sample.
         length: words of each.
     """
     generator = torch.Generator().manual_seed(seed)
-    make, before, after = _IMAGES[name]
     ids, labels, found = [], [], []
     for own in images:
         row, wanted = [1], [-100]
         for shape in own:
-            count, entries = make(shape, generator)
+            count, entries = _tiles(shape, generator)
             found.append(entries)
-            row += [*before, *[IMAGE] * count, *after]
+            row += [IMAGE] * count
         words = torch.randint(3, 60, (length,), generator=generator).tolist()
         wanted += [-100] * (len(row) - 1) + words
         ids.append(torch.tensor(row + words))
         labels.append(torch.tensor(wanted))
-    unit = {
+    return {
         "input_ids": pad_sequence(ids, batch_first=True),
         "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
         "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+        **{key: torch.cat([entries[key] for entries in found]) for key in found[0]},
     }
-    if found:  # else it is text only
-        unit |= {key: torch.cat([entries[key] for entries in found]) for key in found[0]}
-    if name == "qwen2_5_vl":
-        unit["mm_token_type_ids"] = (unit["input_ids"] == IMAGE).long()
-    return unit
 
 
 def family_units(name: str, seed: int) -> list[dict[str, Any]]:
     """Return three units of unlike images, lengths and numbers of samples; their order and words change with seeds."""
-    small, wide, tall = ((4, 4), (4, 8), (8, 4)) if name == "qwen2_5_vl" else ((8, 8), (8, 16), (16, 8))
+    small, wide, tall = (8, 8), (8, 16), (16, 8)
     kinds: list[tuple[list[list[tuple[int, int]]], int]] = [
         ([[small], [small]], 6),
         ([[wide, small], [tall]], 5),
@@ -138,21 +110,6 @@ def family_units(name: str, seed: int) -> list[dict[str, Any]]:
     ]
     turned = [*kinds[seed % 3 :], *kinds[: seed % 3]]
     return [
-        family_unit(name, images, length=length, seed=10 * seed + number)
+        family_unit(images, length=length, seed=10 * seed + number)
         for number, (images, length) in enumerate(turned)
     ]
-
-
-def mixed_family_units(name: str, kinds: str, seed: int) -> list[dict[str, Any]]:
-    """Return a unit for each letter: b with images of one of two kinds, t as text only, of two shapes."""
-    small, wide = ((4, 4), (4, 8)) if name == "qwen2_5_vl" else ((8, 8), (8, 16))
-    units = []
-    for number, kind in enumerate(kinds):
-        is_odd = bool(number % 2)
-        images = [[wide if is_odd else small]] if kind == "b" else [[]] * (2 if is_odd else 1)
-        unit = family_unit(name, images, length=6 + is_odd, seed=10 * seed + number)
-        if len(images) > 1:  # the first row is shorter
-            unit["attention_mask"][0, -2:] = 0
-            unit["labels"][0, -2:] = -100
-        units.append(unit)
-    return units

@@ -196,19 +196,6 @@ class TwoHeads(nn.Module):
         return {"loss": functional.cross_entropy(self.classify(h), labels) + 0.3 * regression}
 
 
-class Normed(nn.Module):
-    """Two layers with BatchNorm; no biases before it, whose gradients would be rounding noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
-        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, a: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"loss": ((self.head(self.second(self.first(a))).squeeze(-1) - target) ** 2).mean()}
-
-
 class Bags(nn.Module):
     """Several rows of an input belong to one sample, how many changes from batch to batch."""
 
@@ -254,7 +241,6 @@ _MODELS: dict[str, type[nn.Module]] = {
     "frozen": Frozen,
     "detached": Detached,
     "two_heads": TwoHeads,
-    "normed": Normed,
     "bags": Bags,
     "evaluation_head": EvaluationHead,
 }

@@ -135,14 +135,15 @@ def assert_same(found: InputRows, wanted: list[list[Tensor]]) -> None:
 def test_rows_are_the_same_whoever_holds_what_and_however_they_travel(
     dtype: torch.dtype, is_own: bool, is_beside: bool
 ) -> None:
-    batch = batch_of()
-    link = (
-        InputLink(CPU, stream=DeferredStream(), pool=HostPool(is_pinned=False))
-        if is_beside
-        else InputLink(CPU)
-    )
-    with sliced(link, own_rows(batch) if is_own else batch, dtype) as found:
-        assert_same(found, expected(batch, dtype))
+    pool = HostPool(is_pinned=False)
+    link = InputLink(CPU, stream=DeferredStream(), pool=pool) if is_beside else InputLink(CPU)
+    sizes = set()
+    for seed in range(3):
+        batch = batch_of(seed)
+        with sliced(link, own_rows(batch) if is_own else batch, dtype) as found:
+            assert_same(found, expected(batch, dtype))
+        sizes.add(pool.total_bytes)
+    assert len(sizes) == 1, "no more buffers than one mini-batch needs"
 
 
 def test_a_micro_batch_waits_for_its_own_copies_only_and_for_what_computed_before() -> None:

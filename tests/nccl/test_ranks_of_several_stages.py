@@ -10,7 +10,6 @@ from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from tests.nccl.coverage_counts import Counts, Tell, check_job, check_runs, report
 from tests.nccl.recording import Programs, Run, lower, record_job
 from tests.schedule.plans import on_ranks, sharded, simple_plan
-from tests.schedule.test_async import asynchronous
 
 
 def random_run(seed: int) -> Run:
@@ -68,17 +67,3 @@ def test_sums_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
     swapped = turned(plain.training, 1, lambda each: each.kind is InstructionKind.REDUCE_DATA)
     assert swapped != plain.training
     assert hangs(run, dataclasses.replace(plain, training=swapped))
-
-
-def test_updates_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
-    run = two_stages_on_both_ranks()
-    run = dataclasses.replace(run, plan=asynchronous(run.plan))
-    programs = lower(run)
-    assert programs.windows is not None and hangs(run, programs) == []
-    updates = (InstructionKind.REDUCE_DATA, InstructionKind.STEP)
-    turned_programs = {
-        name: part if name.startswith("drain") else turned(part, 1, lambda each: each.kind in updates)
-        for name, part in programs.windows.programs.items()
-    }
-    damaged = dataclasses.replace(programs.windows, programs=turned_programs)
-    assert hangs(run, dataclasses.replace(programs, windows=damaged))

@@ -11,22 +11,22 @@ from torch import Tensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from tests.integrations.engine_jobs import config_of
+from tests.models import build
+from tests.runtime.odd_models import build_odd
 
 Job = dict[str, Any]
 
 
 def make_config(job: Job) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a job."""
-    config: dict[str, Any] = {
-        "train_batch_size": job["mini_batch"],
-        "train_micro_batch_size_per_gpu": job["unit"],
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": job.get("zero", 0)},
-        "steps_per_print": 1000,
-        "graph_pipeline": {"planner": "graphpipe", "comm_timeout_s": 60, **job.get("block", {})},
-    }
-    config.update(job.get("config", {}))
-    return config
+    return config_of(
+        train_batch_size=job["mini_batch"],
+        train_micro_batch_size_per_gpu=job["unit"],
+        zero_optimization={"stage": job.get("zero", 0)},
+        block={"planner": "graphpipe", "verify": True, **job.get("block", {})},
+        **job.get("config", {}),
+    )
 
 
 def by_hand(
@@ -53,13 +53,7 @@ def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
 
 def build_model(job: Job) -> Any:
     """Build a job's model with its fixed seed."""
-    from tests.models import build
-    from tests.runtime.odd_models import build_odd
-
-    odd = build_odd(job["model"])
-    if odd is not None:
-        return odd
-    return build(job["model"], **job.get("model_options", {}))
+    return build_odd(job["model"]) or build(job["model"], **job.get("model_options", {}))
 
 
 def use_device(device: str) -> None:

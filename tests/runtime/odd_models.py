@@ -181,21 +181,6 @@ class Detached(nn.Module):
         return {"loss": ((self.head(h).squeeze(-1) - target) ** 2).mean()}
 
 
-class TwoHeads(nn.Module):
-    """Two losses on two stages that only meet in their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.classify = nn.Linear(WIDTH, 4)
-        self.regress = nn.Linear(WIDTH, 1)
-
-    def forward(self, a: Tensor, labels: Tensor, target: Tensor) -> dict[str, Tensor]:
-        h = torch.tanh(self.trunk(a))
-        regression = ((self.regress(h).squeeze(-1) - target) ** 2).mean()
-        return {"loss": functional.cross_entropy(self.classify(h), labels) + 0.3 * regression}
-
-
 class Bags(nn.Module):
     """Several rows of an input belong to one sample, how many changes from batch to batch."""
 
@@ -240,7 +225,6 @@ _MODELS: dict[str, type[nn.Module]] = {
     "shared_bias": SharedBias,
     "frozen": Frozen,
     "detached": Detached,
-    "two_heads": TwoHeads,
     "bags": Bags,
     "evaluation_head": EvaluationHead,
 }

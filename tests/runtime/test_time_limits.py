@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import chain_plan
 
 PLAN = dataclasses.replace(
     chain_plan(2, 64, forward_us=[0.5e6, 1e6], backward_us=[1e6, 2e6]), iteration_us=195.5e6
 )
-B, U, WIDTH = 8, 2, 4
+WIDTH = 4
 
 
 class Late(nn.Module):
@@ -54,8 +55,6 @@ class Loss(nn.Module):
 
 def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
     """Train a mini-batch whose first stage ends ``late_s`` after the second one asks for the norm."""
-    import deepspeed
-
     import gpp_plugin
 
     torch.manual_seed(0)
@@ -64,17 +63,11 @@ def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
     graph.stage("body", late, inputs={"x": "x"}, outputs=["hidden"], ranks=[0])
     graph.stage("head", Loss(), inputs={"hidden": "hidden"}, outputs=["loss"], ranks=[1])
     batch = {"x": torch.randn(B, WIDTH)}
-    config = {
-        "train_batch_size": B,
-        "train_micro_batch_size_per_gpu": U,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "graph_pipeline": {"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"},
-    }
-    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
-    engine = deepspeed.initialize(model=wrapped, config=config)[0]
+    config = config_of(block={"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"})
+    engine = make_engine(graph, batch, config)
     late.seconds = late_s
     start = time.perf_counter()
-    losses = [float(engine.train_batch(data_iter=iter([batch])))]
+    losses = steps(engine, [batch])
     seconds = time.perf_counter() - start
     engine.destroy()
     return {"losses": losses, "seconds": seconds}

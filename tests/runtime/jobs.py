@@ -11,7 +11,7 @@ from torch import Tensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from tests.integrations.engine_jobs import config_of
+from tests.integrations.engine_jobs import config_of, make_engine
 from tests.models import build
 from tests.runtime.odd_models import build_odd
 
@@ -93,20 +93,16 @@ def with_saved_plan(job: Job, engine: Any) -> Job:
 
 def train(jobs: list[Job]) -> list[dict[str, Any]]:
     """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
-    import deepspeed
     import torch
-
-    import gpp_plugin
 
     use_device(jobs[0].get("device", "cpu"))
     answers = []
     for job in jobs:
         model, make_batch = build_model(job)
         batches = make_batches(make_batch, job)
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
         if "overrides" in job:
-            job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0])
-        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
+            job = with_saved_plan(job, make_engine(model, batches[0], make_config(job)))
+        engine = make_engine(model, batches[0], make_config(job))
         engine.retain_gradients()
         torch.manual_seed(job.get("seed", torch.initial_seed()))
         losses: list[float] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -16,11 +17,10 @@ SIZE = Size(width=16, layers=2, length=8, samples=8)
 
 def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Train each job in turn: a family, captured with one padding, on mini-batches of several."""
-    import deepspeed
     import torch
 
-    import gpp_plugin
     from gpp_plugin.runtime.stage_module import MaskChoice
+    from tests.integrations.engine_jobs import make_engine
     from tests.runtime.jobs import make_config, use_device
 
     use_device("cpu")
@@ -28,13 +28,11 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     use = MaskChoice.use
     for job in jobs:
         model, make_batch = build_family(job["family"], SIZE)
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=make_batch(job["captured"]))
-        if job.get("keeps_masks"):
-            MaskChoice.use = lambda choice, ones: use(choice, ())  # type: ignore[method-assign]
-        try:
+        keeps: Any = (lambda choice, ones: use(choice, ())) if job.get("keeps_masks") else use
+        with mock.patch.object(MaskChoice, "use", keeps):
             block = {"stages": 2, "planner": "auto", **job.get("block", {})}
             config = make_config({"mini_batch": SIZE.samples, "unit": UNIT, "block": block})
-            engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+            engine = make_engine(model, make_batch(job["captured"]), config)
             engine.retain_gradients()
             losses, windows = [], []
             gradients: dict[str, torch.Tensor] = {}
@@ -51,8 +49,6 @@ def train(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "has_memory": [s.memory is not None for s in engine.plan.stages],
                 }
             )
-        finally:
-            MaskChoice.use = use  # type: ignore[method-assign]
     return answers
 
 

@@ -216,11 +216,10 @@ def test_the_pool_lends_by_class_of_size() -> None:
     assert all(n <= size_class(n) <= max(512, n * 9 / 8) for n in range(1, 5000))
 
 
-@pytest.mark.parametrize("is_split", [False, True])
-def test_swapped_tensors_in_a_split_backward(is_split: bool) -> None:
+def test_swapped_tensors_in_a_split_backward() -> None:
     stage = make_stage("clip", dropout=0.1, start=0.5)
     plan = plan_both(stage, 5)
-    assert_same(Trainer(stage, plan).train(is_split=is_split), Trainer(stage).train(is_split=is_split))
+    assert_same(Trainer(stage, plan).train(is_split=True), Trainer(stage).train(is_split=True))
 
 
 def test_a_number_on_the_host_does_not_move_with_a_device() -> None:

@@ -14,11 +14,11 @@ from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import chain_plan
+from tests.stage_graph.graphs import WIDTH, Loss
 
 PLAN = dataclasses.replace(
     chain_plan(2, 64, forward_us=[0.5e6, 1e6], backward_us=[1e6, 2e6]), iteration_us=195.5e6
 )
-WIDTH = 4
 
 
 class Late(nn.Module):
@@ -42,17 +42,6 @@ class Late(nn.Module):
             time.sleep(self.seconds)
 
 
-class Loss(nn.Module):
-    """The mean square of a layer's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden).square().mean()
-
-
 def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
     """Train a mini-batch whose first stage ends ``late_s`` after the second one asks for the norm."""
     import gpp_plugin
@@ -61,7 +50,7 @@ def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
     late = Late()
     graph = gpp_plugin.StageGraph(name="late")
     graph.stage("body", late, inputs={"x": "x"}, outputs=["hidden"], ranks=[0])
-    graph.stage("head", Loss(), inputs={"hidden": "hidden"}, outputs=["loss"], ranks=[1])
+    graph.stage("head", Loss(), inputs={"hidden": "hidden", "target": "x"}, outputs=["loss"], ranks=[1])
     batch = {"x": torch.randn(B, WIDTH)}
     config = config_of(block={"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"})
     engine = make_engine(graph, batch, config)

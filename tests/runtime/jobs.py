@@ -39,15 +39,11 @@ def by_hand(
 
 
 def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
-    """Return the mini-batches of a job, cut to its lengths, with labels left out where it says so."""
+    """Return the mini-batches of a job, cut to its lengths."""
     batches = [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
     for batch, length in zip(batches, job.get("lengths", ()), strict=False):
         for key in ("input_ids", "attention_mask", "labels"):
             batch[key] = batch[key][:, :length].contiguous()
-    if job.get("ignore"):
-        for batch in batches:
-            for row, labels in enumerate(batch["labels"]):
-                labels[: row % labels.numel()] = -100
     return batches
 
 
@@ -107,13 +103,11 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
         torch.manual_seed(job.get("seed", torch.initial_seed()))
         losses: list[float] = []
         gradients: dict[str, Tensor] | None = None
-        first_buffers: dict[str, Tensor] = {}
         for batch in batches:
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
             if gradients is None:
                 gradients = {name: g.cpu().clone() for name, g in engine.gradients.items()}
                 engine.retain_gradients(False)
-                first_buffers = _buffers(engine)
         answers.append(
             {
                 "losses": losses,
@@ -123,10 +117,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "schedules": [(s.schedule, s.num_sliced) for s in engine.plan.stages],
                 "has_memory": [s.memory is not None for s in engine.plan.stages],
                 "memory": engine.memory_report() if job.get("memory") else None,
-                "depth": engine.plan.depth,
                 "transport": type(engine._rank_runner._shared.transport).__name__,
-                "buffers": _buffers(engine),
-                "first_buffers": first_buffers,
             }
         )
     return answers
@@ -158,7 +149,3 @@ def exact_gradients(job: Job) -> dict[str, Tensor]:
     }
     run = train_reference(model.double(), [batch], unit=job["unit"], device=job.get("device", "cpu"))
     return run.gradients
-
-
-def _buffers(engine: Any) -> dict[str, Tensor]:
-    return {name: value.cpu().clone() for name, value in engine.module.named_buffers()}

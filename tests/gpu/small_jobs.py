@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-
-
-def tell(word: str) -> tuple[str, str | None, str]:
-    return word, os.environ.get("GREETING"), os.environ["RANK"]
-
-
-def fail_on_one() -> None:
-    if os.environ["RANK"] == "1":
-        raise ValueError("rank 1 cannot go on")
-    time.sleep(600)
 
 
 def start_a_child_and_hang(path: str) -> None:

@@ -50,7 +50,7 @@ autograd's) beside the one that issues, and time: limits, and ranks that fail.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -175,8 +175,3 @@ class Tape:
 
 Job = tuple[tuple[Operation, ...], ...]
 """The operations of every rank, by rank."""
-
-
-def device_items(operations: Sequence[Operation]) -> Iterator[int]:
-    """Yield the numbers of the items on the device's streams."""
-    return (number for number, each in enumerate(operations) if each.place is Place.DEVICE)

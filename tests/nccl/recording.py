@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.engine.checkpoints.save_checkpoint import FileContents, rank_files
-from gpp_plugin.engine.stage_groups import StageGroups
+from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
@@ -373,7 +373,8 @@ class RankJob:
         self._stages = plan.stages_of_rank(self._rank)
         self._specs = made_up_specs(plan)
         self._collectives = Collectives(group=dist.new_group(None, backend="gloo"), who="", timeout_s=60.0)
-        ties = _ties(run.tied)
+        tied = {"name": "tied", "stages": run.tied, "is_whole": True}
+        ties = [TiedParameter(owner=first, **tied) for first in run.tied[:1]]
         self._groups = StageGroups.create(plan, ties, timeout_s=60.0)
         self._shared: Transport | None = None
         self._local_transfers = LocalTransfers()
@@ -695,14 +696,6 @@ class RankJob:
         functions: Any = [types.SimpleNamespace(choice=None, batch_inputs=())] * count
         computes: Any = [compute(each) for each in own]
         return ComputeByShape(computes, functions)
-
-
-def _ties(stages: Sequence[int]) -> list[Any]:
-    from gpp_plugin.engine.stage_groups import TiedParameter
-
-    return (
-        [TiedParameter(name="tied", stages=tuple(stages), owner=stages[0], is_whole=True)] if stages else []
-    )
 
 
 def record_rank(

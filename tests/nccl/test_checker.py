@@ -21,8 +21,6 @@ from tests.nccl.coverage_counts import Tell
 from tests.nccl.exhaustive import Machine
 from tests.nccl.mutants import answer, exchange, jobs_of, mutants, random_job
 from tests.nccl.operations import Job, Tape, Transfer
-from tests.nccl.recording import Run, record_job
-from tests.schedule.plans import chain_plan
 from tests.tiers import is_whole, some
 
 SMALL = [
@@ -138,11 +136,3 @@ def test_points_found_at_once_are_those_found_in_turn(num_queues: int) -> None:
             assert ends(graph, queues, waits_at=random.Random(0).sample(points, min(3, len(points))))
         some += bool(in_turn)
     assert some > 3
-
-
-def test_waits_in_turn_on_a_recorded_plan() -> None:
-    job = record_job(Run(plan=chain_plan(2, 2)))
-    graph, queues = WaitGraph(job), share_queues(job, 4)
-    points = [(rank, at) for rank, operations in enumerate(job) for at in range(len(operations) + 1)]
-    assert all(ends(graph, queues, waits_at=[point]) for point in points)
-    assert points_that_hang(graph, queues) == {}

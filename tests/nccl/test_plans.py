@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
-from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
+from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.runtime.rank_programs import plan_of_units
@@ -18,7 +18,7 @@ from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.recording import Run, record_job
 from tests.schedule.plans import chain_plan, simple_plan
 from tests.schedule.test_async import random_async_plan
-from tests.schedule.test_look_ahead import may_look_ahead, random_frozen_plan
+from tests.schedule.test_look_ahead import may_look_ahead
 from tests.tiers import some
 
 
@@ -36,15 +36,6 @@ def test_windows_that_stay_full(tell: Tell) -> None:
 def ahead(plan: PipelinePlan, **given: Any) -> Run:
     """Return seven mini-batches whose frozen branch runs ahead, with an evaluation and another iterator between."""
     return Run(plan=plan, prefetches=True, evaluate=True, record=True, **given)
-
-
-def test_branches_that_run_ahead(tell: Tell) -> None:
-    runs = []
-    for seed in some(range(7), every=4):
-        rng = random.Random(seed)
-        plan = with_family(random_frozen_plan(rng), FAMILIES[seed % len(FAMILIES)], rng)
-        runs.append((f"seed {seed}", ahead(plan, zero=2 * (seed % 4 == 3))))
-    report(tell, check_runs(runs))
 
 
 def test_branches_of_the_tests_that_run_ahead(tell: Tell) -> None:

@@ -1,27 +1,24 @@
-"""Ranks wait enough: the race check's own judgement, 0 races in what is recorded, planted faults, bound groups."""
+"""Ranks wait enough: the race check's own judgement, 0 races in what is recorded, planted faults."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
 from tests.nccl import planted
-from tests.nccl.checker import WaitGraph, ends_serially, find_stuck
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
 from tests.nccl.fake_cuda import CUDA, FakeCuda
-from tests.nccl.memory import HOST, LET_GO, Access, Block, Where
-from tests.nccl.operations import Job, Operation, Place, Tape
+from tests.nccl.memory import LET_GO, Access, Block, Where
+from tests.nccl.operations import Tape
 from tests.nccl.races import Race, races, races_of
 from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_plans import ahead, with_more_edges, with_units
@@ -92,79 +89,6 @@ def test_a_race_is_told_with_both_places_and_the_missing_wait() -> None:
         "    #3 stream 0: wait",
         "    #4 stream 0: B reads  <-",
     ]
-
-
-def random_tape(rng: random.Random) -> tuple[Tape, list[Access]]:
-    """Return a few operations of three streams and the host, and accesses of one block between them."""
-    tape = Tape(0)
-    streams = [0, tape.new_stream(), tape.new_stream()]
-    used = []
-    for _ in range(rng.randint(3, 6)):
-        items = [n for n, each in enumerate(tape.operations) if each.place is Place.DEVICE]
-        after = rng.sample(items, min(len(items), rng.choice([0, 1, 1, 2])))
-        kind = rng.choice(["item", "item", "access", "access", "host", "device"])
-        if kind == "item":
-            tape.put(rng.choice(streams), "item", after=after)
-        elif kind == "access":
-            stream = rng.choice([*streams, HOST])
-            used.append(
-                access(len(tape.operations), stream, is_write=rng.random() < 0.6, what=f"a{len(used)}")
-            )
-        else:
-            tape.host_wait("wait", after=None if kind == "device" else after)
-    return tape, used
-
-
-def orders(tape: Tape, used: Sequence[Access]) -> set[tuple[int, int]]:
-    """Return the pairs of accesses of which the first may happen before the second, by trying every timing."""
-    # Everything is a node: operations, and accesses as kernels of their stream, or the host's, in the order of issue.
-    nodes: list[Operation | Access] = []
-    for number in range(len(tape.operations) + 1):
-        nodes += [each for each in used if each.at == number]
-        nodes += tape.operations[number : number + 1]
-    place = {id(each): n for n, each in enumerate(nodes)}
-    needs: list[set[int]] = []
-    for n, each in enumerate(nodes):
-        is_host = each.stream == HOST if isinstance(each, Access) else each.place is Place.HOST
-        before = {m for m in range(n) if (nodes[m].stream == HOST)}  # the host issues it behind what it did
-        if not is_host:
-            before |= {m for m in range(n) if nodes[m].stream == each.stream}
-        elif isinstance(each, Operation) and each.after is None:
-            before = set(range(n))
-        if isinstance(each, Operation):
-            before |= {place[id(tape.operations[item])] for item in each.after or ()}
-        needs.append(before)
-    found: set[tuple[int, int]] = set()
-    seen = set()
-    waiting = [frozenset[int]()]
-    while waiting:
-        done = waiting.pop()
-        for n in range(len(nodes)):
-            if n not in done and needs[n] <= done:
-                found |= {(m, n) for m in done}
-                if (more := done | {n}) not in seen:
-                    seen.add(more)
-                    waiting.append(more)
-    numbers = [place[id(each)] for each in used]
-    return {
-        (i, j) for i, j in itertools.permutations(range(len(used)), 2) if (numbers[i], numbers[j]) in found
-    }
-
-
-def test_every_timing_finds_the_same_races() -> None:
-    """A pair races where some timing has it in one order, and some in the other; clocks say so from one run."""
-    counts = [0, 0]
-    for seed in range(300):
-        tape, used = random_tape(random.Random(seed))
-        possible = orders(tape, used)
-        for i, j in itertools.combinations(range(len(used)), 2):
-            if not (used[i].is_write or used[j].is_write):
-                continue
-            is_race = (i, j) in possible and (j, i) in possible
-            found = races(0, tape.operations, [block_of([used[i], used[j]])])
-            assert bool(found) is is_race, (seed, i, j, tape.operations, used)
-            counts[is_race] += 1
-    assert min(counts) > 100, counts
 
 
 def alone(work: Callable[[FakeCuda], Any]) -> FakeCuda:
@@ -307,11 +231,6 @@ def random_run(seed: int) -> Run:
     return Run(plan=draw.plan, forward_only=draw.forward_only, zero=2 if seed % 3 == 0 else 0)
 
 
-def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
-    runs = [(f"seed {seed}", everything(random_run(seed))) for seed in some(range(300, 350), every=14)]
-    report(tell, check_runs(runs))
-
-
 @pytest.mark.parametrize("first", some(range(0, 300, 50), every=4))
 def test_random_graphs_that_compute(first: int, tell: Tell) -> None:
     seeds = some(range(first, first + 50), every=40)
@@ -371,44 +290,3 @@ def test_a_planted_fault_is_found(fault: planted.Fault, tell: Tell) -> None:
 
 def test_enough_faults_are_planted() -> None:
     assert sum(not fault.harmless for fault in planted.FAULTS) >= 40
-
-
-# ---- a default group that is bound to its device ---------------------------------------------------------------
-
-
-def bound_job(work: Callable[[int], Any], *, num_ranks: int = 3, is_bound: bool = True) -> Job:
-    """Return what ranks do whose default group is bound to a device."""
-    cudas = [
-        record_rank(num_ranks, rank, lambda cuda, rank=rank: work(rank), is_bound=is_bound)[0]
-        for rank in range(num_ranks)
-    ]
-    return tuple(tuple(cuda.tape.operations) for cuda in cudas)
-
-
-def ends(job: Job) -> bool:
-    return ends_serially(WaitGraph(job))
-
-
-def test_a_gloo_group_of_some_ranks_hangs_where_the_default_group_is_bound() -> None:
-    def of_some(rank: int) -> None:
-        dist.new_group([0, 1], backend="gloo")
-
-    assert ends(bound_job(of_some, is_bound=False))
-    job = bound_job(of_some)
-    assert not ends(job)
-    assert "split the default group" in str(find_stuck(WaitGraph(job), None))
-    assert ends(bound_job(lambda rank: dist.new_group(None, backend="gloo")))
-    assert ends(bound_job(lambda rank: dist.new_group([0, 1], backend="nccl")))
-
-
-def test_groups_of_one_rank_hang_at_different_places_where_the_default_group_is_bound() -> None:
-    def single(rank: int, *, is_late: bool) -> None:
-        if not is_late:
-            dist.new_group([rank], use_local_synchronization=True)
-        dist.new_group(None, backend="gloo")
-        if is_late:
-            dist.new_group([rank], use_local_synchronization=True)
-
-    assert ends(bound_job(lambda rank: single(rank, is_late=False)))
-    assert ends(bound_job(lambda rank: single(rank, is_late=rank == 1), is_bound=False))
-    assert not ends(bound_job(lambda rank: single(rank, is_late=rank == 1)))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
-from tests.nccl.coverage_counts import Counts, Tell, check_job, check_runs, everything, report
+from tests.nccl.coverage_counts import Counts, Tell, check_job, check_runs, report
 from tests.nccl.recording import Programs, Run, lower, record_job
 from tests.schedule.plans import on_ranks, sharded, simple_plan
-from tests.schedule.test_async import asynchronous
-from tests.tiers import some
 
 
 def random_run(seed: int) -> Run:
@@ -24,39 +21,10 @@ def random_run(seed: int) -> Run:
     return Run(plan=draw.plan, forward_only=draw.forward_only, zero=2 if seed % 3 == 0 else 0, tied=tied)
 
 
-def test_random_graphs_with_a_wait_at_every_point(tell: Tell) -> None:
-    report(tell, check_runs([(f"seed {seed}", everything(random_run(seed))) for seed in range(40)]))
-
-
-def test_random_graphs_with_sampled_waits(tell: Tell) -> None:
-    report(tell, check_runs([(f"seed {s}", random_run(s)) for s in range(1000, 1100)], is_sampled=True))
-
-
 def test_stages_that_are_gathered(tell: Tell) -> None:
     runs = [random_run(seed) for seed in range(2000, 2012)]
     runs = [dataclasses.replace(run, plan=sharded(run.plan), zero=3, evaluate=True) for run in runs]
     report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)], is_sampled=True))
-
-
-def test_windows_that_stay_full(tell: Tell) -> None:
-    draws = [
-        kept_draw(s, "async", most_stages=6, most_ranks=4, shares_ranks=True)
-        for s in some(range(15), every=4)
-    ]
-    runs = [Run(plan=d.plan, forward_only=d.forward_only, steps=2, record=True) for d in draws]
-    report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
-
-
-def test_branches_that_run_ahead(tell: Tell) -> None:
-    draws = [
-        kept_draw(s, "look_ahead", most_stages=6, most_ranks=4, shares_ranks=True)
-        for s in some(range(10), every=4)
-    ]
-    runs = [
-        Run(plan=d.plan, forward_only=d.forward_only, prefetches=True, evaluate=True, record=True)
-        for d in draws
-    ]
-    report(tell, check_runs([(f"seed {n}", run) for n, run in enumerate(runs)]))
 
 
 # ---- faults ------------------------------------------------------------------------------------------------
@@ -99,17 +67,3 @@ def test_sums_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
     swapped = turned(plain.training, 1, lambda each: each.kind is InstructionKind.REDUCE_DATA)
     assert swapped != plain.training
     assert hangs(run, dataclasses.replace(plain, training=swapped))
-
-
-def test_updates_of_two_stages_in_another_order_on_one_rank_are_found() -> None:
-    run = two_stages_on_both_ranks()
-    run = dataclasses.replace(run, plan=asynchronous(run.plan))
-    programs = lower(run)
-    assert programs.windows is not None and hangs(run, programs) == []
-    updates = (InstructionKind.REDUCE_DATA, InstructionKind.STEP)
-    turned_programs = {
-        name: part if name.startswith("drain") else turned(part, 1, lambda each: each.kind in updates)
-        for name, part in programs.windows.programs.items()
-    }
-    damaged = dataclasses.replace(programs.windows, programs=turned_programs)
-    assert hangs(run, dataclasses.replace(programs, windows=damaged))

@@ -11,22 +11,22 @@ from torch import Tensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from tests.integrations.engine_jobs import config_of, make_engine
+from tests.models import build
+from tests.runtime.odd_models import build_odd
 
 Job = dict[str, Any]
 
 
 def make_config(job: Job) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a job."""
-    config: dict[str, Any] = {
-        "train_batch_size": job["mini_batch"],
-        "train_micro_batch_size_per_gpu": job["unit"],
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
-        "zero_optimization": {"stage": job.get("zero", 0)},
-        "steps_per_print": 1000,
-        "graph_pipeline": {"planner": "graphpipe", "comm_timeout_s": 60, **job.get("block", {})},
-    }
-    config.update(job.get("config", {}))
-    return config
+    return config_of(
+        train_batch_size=job["mini_batch"],
+        train_micro_batch_size_per_gpu=job["unit"],
+        zero_optimization={"stage": job.get("zero", 0)},
+        block={"planner": "graphpipe", "verify": True, **job.get("block", {})},
+        **job.get("config", {}),
+    )
 
 
 def by_hand(
@@ -39,27 +39,17 @@ def by_hand(
 
 
 def make_batches(make_batch: Any, job: Job) -> list[dict[str, Any]]:
-    """Return the mini-batches of a job, cut to its lengths, with labels left out where it says so."""
+    """Return the mini-batches of a job, cut to its lengths."""
     batches = [make_batch(job["mini_batch"], seed) for seed in range(job.get("steps", 5))]
     for batch, length in zip(batches, job.get("lengths", ()), strict=False):
         for key in ("input_ids", "attention_mask", "labels"):
             batch[key] = batch[key][:, :length].contiguous()
-    if job.get("ignore"):
-        for batch in batches:
-            for row, labels in enumerate(batch["labels"]):
-                labels[: row % labels.numel()] = -100
     return batches
 
 
 def build_model(job: Job) -> Any:
     """Build a job's model with its fixed seed."""
-    from tests.models import build
-    from tests.runtime.odd_models import build_odd
-
-    odd = build_odd(job["model"])
-    if odd is not None:
-        return odd
-    return build(job["model"], **job.get("model_options", {}))
+    return build_odd(job["model"]) or build(job["model"], **job.get("model_options", {}))
 
 
 def use_device(device: str) -> None:
@@ -99,31 +89,25 @@ def with_saved_plan(job: Job, engine: Any) -> Job:
 
 def train(jobs: list[Job]) -> list[dict[str, Any]]:
     """Train each job in turn on this rank; return losses, this stage's first gradients, and the plan."""
-    import deepspeed
     import torch
-
-    import gpp_plugin
 
     use_device(jobs[0].get("device", "cpu"))
     answers = []
     for job in jobs:
         model, make_batch = build_model(job)
         batches = make_batches(make_batch, job)
-        wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
         if "overrides" in job:
-            job = with_saved_plan(job, deepspeed.initialize(model=wrapped, config=make_config(job))[0])
-        engine, *_ = deepspeed.initialize(model=wrapped, config=make_config(job))
+            job = with_saved_plan(job, make_engine(model, batches[0], make_config(job)))
+        engine = make_engine(model, batches[0], make_config(job))
         engine.retain_gradients()
         torch.manual_seed(job.get("seed", torch.initial_seed()))
         losses: list[float] = []
         gradients: dict[str, Tensor] | None = None
-        first_buffers: dict[str, Tensor] = {}
         for batch in batches:
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
             if gradients is None:
                 gradients = {name: g.cpu().clone() for name, g in engine.gradients.items()}
                 engine.retain_gradients(False)
-                first_buffers = _buffers(engine)
         answers.append(
             {
                 "losses": losses,
@@ -133,10 +117,7 @@ def train(jobs: list[Job]) -> list[dict[str, Any]]:
                 "schedules": [(s.schedule, s.num_sliced) for s in engine.plan.stages],
                 "has_memory": [s.memory is not None for s in engine.plan.stages],
                 "memory": engine.memory_report() if job.get("memory") else None,
-                "depth": engine.plan.depth,
                 "transport": type(engine._rank_runner._shared.transport).__name__,
-                "buffers": _buffers(engine),
-                "first_buffers": first_buffers,
             }
         )
     return answers
@@ -168,7 +149,3 @@ def exact_gradients(job: Job) -> dict[str, Tensor]:
     }
     run = train_reference(model.double(), [batch], unit=job["unit"], device=job.get("device", "cpu"))
     return run.gradients
-
-
-def _buffers(engine: Any) -> dict[str, Tensor]:
-    return {name: value.cpu().clone() for name, value in engine.module.named_buffers()}

@@ -64,9 +64,9 @@ class TestStage(StageBlocks):
 
 
 @cache
-def capture(name: str, dtype: torch.dtype, dropout: float, device: str) -> tuple[Any, ...]:
+def capture(name: str, dtype: torch.dtype, dropout: float) -> tuple[Any, ...]:
     model, make_batch = build(name, dtype=dtype, dropout=dropout)
-    return capture_model(model, make_batch(SAMPLES), device=device), model, make_batch
+    return capture_model(model, make_batch(SAMPLES)), model, make_batch
 
 
 def make_stage(
@@ -76,10 +76,9 @@ def make_stage(
     dtype: torch.dtype = torch.float32,
     dropout: float = 0.0,
     start: float = 0.0,
-    device: str = "cpu",
 ) -> TestStage:
     """Return the blocks of a test model behind the first ``start`` of them as a stage."""
-    captured, model, make_batch = capture(name, dtype, dropout, device)
+    captured, model, make_batch = capture(name, dtype, dropout)
     return stage_of(captured, model, make_batch, granularity=granularity, start=start)
 
 

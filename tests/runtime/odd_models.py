@@ -181,34 +181,6 @@ class Detached(nn.Module):
         return {"loss": ((self.head(h).squeeze(-1) - target) ** 2).mean()}
 
 
-class TwoHeads(nn.Module):
-    """Two losses on two stages that only meet in their sum."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = nn.Linear(WIDTH, WIDTH)
-        self.classify = nn.Linear(WIDTH, 4)
-        self.regress = nn.Linear(WIDTH, 1)
-
-    def forward(self, a: Tensor, labels: Tensor, target: Tensor) -> dict[str, Tensor]:
-        h = torch.tanh(self.trunk(a))
-        regression = ((self.regress(h).squeeze(-1) - target) ** 2).mean()
-        return {"loss": functional.cross_entropy(self.classify(h), labels) + 0.3 * regression}
-
-
-class Normed(nn.Module):
-    """Two layers with BatchNorm; no biases before it, whose gradients would be rounding noise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
-        self.second = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.Tanh())
-        self.head = nn.Linear(WIDTH, 1)
-
-    def forward(self, a: Tensor, target: Tensor) -> dict[str, Tensor]:
-        return {"loss": ((self.head(self.second(self.first(a))).squeeze(-1) - target) ** 2).mean()}
-
-
 class Bags(nn.Module):
     """Several rows of an input belong to one sample, how many changes from batch to batch."""
 
@@ -253,8 +225,6 @@ _MODELS: dict[str, type[nn.Module]] = {
     "shared_bias": SharedBias,
     "frozen": Frozen,
     "detached": Detached,
-    "two_heads": TwoHeads,
-    "normed": Normed,
     "bags": Bags,
     "evaluation_head": EvaluationHead,
 }

@@ -74,32 +74,16 @@ def compare(
 
 
 JOBS: dict[str, tuple[int, list[jobs.Job]]] = {
-    "clip": (
-        4,
-        [
-            job("clip", stages=2),
-            job("clip", stages=3),
-            job("clip", stages=4),
-            job("clip", stages=2, zero=1),
-            job("clip", unit=8, stages=3, micro_batch_sizes={"loss": "full"}),
-            job("clip", stages=3, micro_batch_sizes="search"),
-        ],
-    ),
-    "siglip": (4, [job("siglip", stages=2), job("siglip", stages=3), job("siglip", stages=4, zero=1)]),
-    "llava": (4, [job("llava", stages=2, zero=1), job("llava", stages=3), job("llava", stages=4)]),
-    "whisper": (4, [job("whisper", stages=2), job("whisper", stages=3), job("whisper", stages=4, zero=1)]),
-    "t5": (4, [job("t5", stages=2), job("t5", stages=3), job("t5", stages=4), job("t5", stages=2, zero=1)]),
-    "gpt2": (4, [job("gpt2", stages=2), job("gpt2", stages=3, zero=1), job("gpt2", stages=4)]),
-    "dlrm": (
-        4,
-        [job("dlrm", stages=2), job("dlrm", stages=3), job("dlrm", stages=4), job("dlrm", stages=2, zero=1)],
-    ),
-    "two ranks": (
-        2,
-        [job(name, stages=2) for name in ("clip", "t5", "gpt2", "dlrm", "two_branch", "multi_sink")]
-        + [job("gpt2", stages=1, zero=1), job("gpt2", stages=2, schedule="gpipe")],
-    ),
+    name: (4, [job(name, stages=stages, zero=zero) for stages, zero in ((2, 0), (3, 0), (4, 0), (2, 1))])
+    for name in ("clip", "siglip", "llava", "whisper", "t5", "gpt2", "dlrm")
 }
+JOBS["clip"][1].append(job("clip", unit=8, stages=3, micro_batch_sizes={"loss": "full"}))
+JOBS["clip"][1].append(job("clip", stages=3, micro_batch_sizes="search"))
+JOBS["two ranks"] = (
+    2,
+    [job(name, stages=2) for name in ("clip", "t5", "gpt2", "dlrm", "two_branch", "multi_sink")]
+    + [job("gpt2", stages=1, zero=1), job("gpt2", stages=2, schedule="gpipe")],
+)
 
 
 @pytest.mark.parametrize("name", sorted(JOBS))

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-import pytest
 import torch
 from torch import Tensor, nn
 
@@ -14,10 +10,8 @@ from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.library import paper_modules as modules
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.input_rows import InputLink
-from tests.models import build
 from tests.runtime.memory_stages import (
     CPU,
     SAMPLES,
@@ -58,20 +52,6 @@ def scattered(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     } | {k: v for k, v in batch.items() if v.dim() <= 2}
 
 
-def library(name: str, **sizes: int) -> tuple[nn.Module, Callable[..., Any]]:
-    model = modules.MODULES[name](**sizes)
-    return model, lambda num_samples, seed=0: modules.make_batch(model, num_samples, seed=seed)
-
-
-MODELS: dict[str, Callable[[], tuple[nn.Module, Callable[..., Any]]]] = {
-    "tokens": lambda: (Tokens(), tokens),
-    "mlp": lambda: build("two_branch"),
-    "candle_uno": lambda: library("candle_uno", branches=3, layers=2, hidden=16),
-    "dlrm": lambda: library("dlrm", dense=2, sparse=2, layers=2, hidden=16, top_layers=2, entries=50,
-                            embedding=8, bag=3),
-}  # fmt: skip
-
-
 def counted(stage: TestStage, plan: MemoryPlan | None, rows: list[tuple[Tensor, ...]]) -> MemoryCounts:
     """Return what one pass over these rows keeps, moves and makes again."""
     trainer = Trainer(stage, plan)
@@ -84,13 +64,11 @@ def counted(stage: TestStage, plan: MemoryPlan | None, rows: list[tuple[Tensor, 
     return counts
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_the_batch_is_held_by_the_batch_however_it_lies_in_memory(name: str) -> None:
+def test_the_batch_is_held_by_the_batch_however_it_lies_in_memory() -> None:
     torch.manual_seed(0)
-    model, make_batch = MODELS[name]()
-    batch = make_batch(2 * SAMPLES)
-    captured = capture_model(model.train(), make_batch(SAMPLES))
-    stage = stage_of(captured, model, make_batch, granularity="layer")
+    model, batch = Tokens(), tokens(2 * SAMPLES)
+    captured = capture_model(model.train(), tokens(SAMPLES))
+    stage = stage_of(captured, model, tokens, granularity="layer")
     specs: dict[str, TensorSpec] = {spec.name: spec for spec in captured.op_graph.inputs}
     whole = Stage(
         name="s", blocks=stage.blocks, ranks=(0,), micro_batch_size=SAMPLES, in_flight=1, schedule="1f1b"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from gpp_plugin.runtime.memory import module_policies
+from tests.integrations.engine_jobs import logged, make_engine
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
 from tests.runtime import jobs
@@ -41,69 +43,38 @@ def make_batches(make_batch: Any, job: jobs.Job) -> list[dict[str, Any]]:
     return batches
 
 
-class _Warnings(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-
 def train(job: jobs.Job) -> dict[str, Any]:
     """Train on texts of many lengths, evaluate each of them too, and count what was exported on the way."""
-    import deepspeed
-
-    import gpp_plugin
-
-    warnings = _Warnings()
-    logging.getLogger("gpp_plugin").addHandler(warnings)
     jobs.use_device("cpu")
     model, make_batch = jobs.build_model(job)
     batches = make_batches(make_batch, job)
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
-    if "overrides" in job:
-        job = jobs.with_saved_plan(job, deepspeed.initialize(model=wrapped, config=jobs.make_config(job))[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=jobs.make_config(job))
-    exports: list[int] = []
-    export = torch.export.export
-
-    def counting(*args: Any, **kwargs: Any) -> Any:
-        exports.append(1)
-        return export(*args, **kwargs)
-
-    torch.export.export = counting
-    surveys: list[int] = []
-    survey = module_policies.SurveyPass
-
-    def surveying(*args: Any, **kwargs: Any) -> Any:
-        surveys.append(1)
-        return survey(*args, **kwargs)
-
-    vars(module_policies)["SurveyPass"] = surveying
     losses, evaluated, gradients = [], [], []
-    try:
+    export, survey = torch.export.export, module_policies.SurveyPass
+    with (
+        mock.patch.object(torch.export, "export", wraps=export) as exports,
+        mock.patch.object(module_policies, "SurveyPass", wraps=survey) as surveys,
+        logged("gpp_plugin") as records,
+    ):
+        if "overrides" in job:
+            job = jobs.with_saved_plan(job, make_engine(model, batches[0], jobs.make_config(job)))
+        engine = make_engine(model, batches[0], jobs.make_config(job))
+        exports.reset_mock()
+        surveys.reset_mock()
         for batch in batches:
             engine.retain_gradients()
             losses.append(float(engine.train_batch(data_iter=iter([batch]))))
             gradients.append({name: g.cpu().clone() for name, g in engine.gradients.items()})
-        trained = len(exports)
+        trained = exports.call_count
         for batch in batches if job.get("evaluates") else ():
             evaluated.append(float(engine.eval_batch(iter([batch]))))
-    finally:
-        torch.export.export = export
-        vars(module_policies)["SurveyPass"] = survey
-        logging.getLogger("gpp_plugin").removeHandler(warnings)
     return {
         "losses": losses,
         "evaluated": evaluated,
         "gradients": gradients,
         "exports": trained,
-        "surveys": len(surveys),
-        "evaluation_exports": len(exports) - trained,
-        "stages": [stage.name for stage in engine.plan.stages],
+        "surveys": surveys.call_count,
         "memory": [stage.memory is not None for stage in engine.plan.stages],
-        "warnings": warnings.lines,
+        "warnings": [each.getMessage() for each in records if each.levelno >= logging.WARNING],
     }
 
 

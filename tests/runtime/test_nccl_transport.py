@@ -12,15 +12,10 @@ import torch.distributed as dist
 from gpp_plugin.plugins import TransportRequest
 from gpp_plugin.runtime.messages import transport
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, NcclTransport
-from tests.runtime.test_transport import message, wires_for
+from tests.runtime.test_transport import Under, message, wires_for
 from tests.schedule.plans import make_plan
 
 CPU = torch.device("cpu")
-
-
-class Work:
-    def wait(self) -> None:
-        pass
 
 
 class Group:
@@ -33,9 +28,9 @@ class Group:
     def _start_coalescing(self, device: torch.device) -> None:
         self.calls.append("start")
 
-    def _end_coalescing(self, device: torch.device) -> Work:
+    def _end_coalescing(self, device: torch.device) -> Under:
         self.calls.append("end")
-        return Work()
+        return Under()
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.calls.append(("send", peer, tensors[0].dtype, tensors[0].numel()))

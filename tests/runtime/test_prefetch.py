@@ -16,13 +16,14 @@ from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.schedule.program_sets import EMPTY, lower_prefetch
 from tests.runtime.memory_stages import Hooks
+from tests.runtime.test_transport import Under
 from tests.schedule.plans import freeze, simple_plan
 
 WIDTHS = (3, 5, 5, 2)
 """Of the mini-batches, one after the other: three shapes."""
 
 
-class Payload:
+class Payload(Under):
     """Both ends of all messages of two ranks that run in turn: what is sent waits until it is received."""
 
     prepost_depth = 4
@@ -30,8 +31,8 @@ class Payload:
     buffers_ahead = 0
 
     def __init__(self) -> None:
+        super().__init__()
         self.sent: defaultdict[tuple[int, int], deque[list[Tensor]]] = defaultdict(deque)
-        self.num_waited = 0
 
     def bind_send(self, message: Any, payloads: Any, edge: str) -> Any:
         def post(tensors: Sequence[Tensor]) -> Any:
@@ -47,12 +48,6 @@ class Payload:
             return self
 
         return post
-
-    def wait(self) -> None:
-        self.num_waited += 1
-
-    def is_done(self) -> bool:
-        return True
 
 
 class Doubling:
@@ -152,4 +147,4 @@ def test_dropping_waits_for_what_came_and_keeps_nothing() -> None:
     (carry,) = executor.carries
     carry.received = {m: ([], payload) for m in own.programs["prologue"].messages(InstructionKind.RECEIVE)}
     executor.drop()
-    assert payload.num_waited == 4 and not executor.carries[0].received
+    assert payload.waits == 4 and not executor.carries[0].received

@@ -33,8 +33,7 @@ from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.program_sets import RankPrograms
-from tests.integrations.unit_jobs import Branching, unlike_units
-from tests.models import build
+from tests.integrations.unit_jobs import Branching
 from tests.runtime.memory_stages import Hooks
 from tests.runtime.test_tensor_grids import ThreadTransport
 from tests.schedule.plans import on_rows, proven, simple_plan, with_in_flight
@@ -235,17 +234,6 @@ class ThreadJob:
                         gradients[name] + tensor.grad if name in gradients else tensor.grad.clone()
                     )
         return loss, gradients
-
-
-def test_code_is_kept_by_shape_and_a_new_order_of_known_units_captures_nothing(tmp_path: Path) -> None:
-    model, make_batch = build("gpt2")
-    job = ThreadJob(model, make_batch(2, 9), 2, {"units": 4, "stages": 2}, tmp_path)
-    units = unlike_units("gpt2", 4, 0)
-    first, _ = job.run(units)
-    source = job.source.stages
-    source.stage_code = None  # type: ignore[method-assign, assignment]
-    again, _ = job.run(units[::-1])
-    assert again == pytest.approx(first, rel=1e-6)
 
 
 def test_a_structure_that_changes_with_the_shape_is_refused_before_anything_runs(tmp_path: Path) -> None:

@@ -89,21 +89,6 @@ def test_streams_of_one_device_are_seeded_and_given_back(streams: CudaStreams) -
     assert streams.states == devices and torch.equal(torch.get_rng_state(), host)
 
 
-def test_what_a_generation_draws_from_is_told_and_set_on_each_rank_s_own_device(streams: CudaStreams) -> None:
-    from gpp_plugin.runtime.random_streams import set_streams, streams_of
-
-    host, other = torch.get_rng_state(), torch.device("cuda", 3)
-    told = streams_of(other)
-    assert torch.equal(told[0], host) and told[1] is not None and told[1].tolist() == [103]
-    assert streams_of(torch.device("cpu"))[1] is None
-    with torch.random.fork_rng(devices=[]):
-        torch.rand(1)
-        set_streams(LAST, told)
-        assert torch.equal(torch.get_rng_state(), host)
-        set_streams(torch.device("cpu"), (host, None))
-    assert streams.states == {**{index: 100 + index for index in range(7)}, 7: 103}
-
-
 def test_a_checkpoint_of_one_device_is_drawn_on_from_another(streams: CudaStreams) -> None:
     saved = random_state(torch.device("cuda", 3))
     streams.states = dict.fromkeys(range(8), 0)

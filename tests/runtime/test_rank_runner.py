@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gpp_benchmarks import _exactness_kept as ranks
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._exactness_kept import DrawnRank
 from gpp_benchmarks._linear_ranks import LinearHooks, stage_rows
@@ -96,11 +98,12 @@ def test_a_rank_that_holds_every_stage_equals_one_process(family: str) -> None:
 
 
 class Watched:
-    """A stage's compute that keeps what it made and read, by task."""
+    """A stage's compute that keeps what it made and read, by task, and tells what it makes."""
 
-    def __init__(self, compute: Any, write: bool = False) -> None:
-        self._compute = compute
-        self._write = write
+    def __init__(
+        self, compute: Any, *, write: bool = False, tell: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._compute, self._write, self._tell = compute, write, tell
         self.made: dict[Any, Sequence[Tensor]] = {}
         self.read: dict[Any, Sequence[Tensor | None]] = {}
 
@@ -110,17 +113,21 @@ class Watched:
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
     ) -> Sequence[Tensor]:
-        self.read["F", micro_batch] = received
         if self._write:
             with torch.no_grad():
                 received[0].detach().add_(1.0)
-        self.made["F", micro_batch] = self._compute.forward(micro_batch, half, inputs, received)
-        return self.made["F", micro_batch]
+        made = self._compute.forward(micro_batch, half, inputs, received)
+        return self._note(("F", micro_batch), received, made)
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        self.read["B", micro_batch] = gradients
-        self.made["B", micro_batch] = self._compute.backward(micro_batch, gradients)
-        return self.made["B", micro_batch]
+        return self._note(("B", micro_batch), gradients, self._compute.backward(micro_batch, gradients))
+
+    def _note(self, task: Any, read: Sequence[Tensor | None], made: Sequence[Tensor]) -> Sequence[Tensor]:
+        if self._tell is not None:
+            self._tell(made)
+        else:
+            self.read[task], self.made[task] = read, made
+        return made
 
 
 def chain_on_one_rank(sizes: Sequence[int], num_micro_batches: int = 4) -> PipelinePlan:
@@ -136,10 +143,11 @@ def watched_run(
     network = linear_network(plan, frozenset(), seed=3, dtype=torch.float64)
     # samples first and one row each, so that rows of a tensor are a view of it
     specs = {
-        name: dataclasses.replace(spec, layout=dataclasses.replace(spec.layout, axis=0, rows_per_sample=1))
+        name: dataclasses.replace(
+            spec, shape=(1, 4), layout=dataclasses.replace(spec.layout, axis=0, rows_per_sample=1)
+        )
         for name, spec in network.specs.items()
     }
-    specs = {n: dataclasses.replace(s, shape=(1, 4)) for n, s in specs.items()}
     starts = tuple(
         {
             name: torch.ones(4 if name != "in.data" else DATA_WIDTH, 4, dtype=torch.float64)
@@ -151,8 +159,6 @@ def watched_run(
     )
     network = dataclasses.replace(network, specs=specs, starts=starts)
     watched: dict[int, Watched] = {}
-    import gpp_benchmarks._exactness_kept as ranks
-
     plain = ranks.stage_compute
 
     def compute(network: Any, program: RankProgram, parameters: Any, own: Any, **_: Any) -> Any:
@@ -161,11 +167,8 @@ def watched_run(
         )
         return watched[program.stage]
 
-    ranks.stage_compute = compute  # type: ignore[assignment]
-    try:
+    with mock.patch.object(ranks, "stage_compute", compute):
         _, executor, parts = ready(network, program)
-    finally:
-        ranks.stage_compute = plain
     result = executor.run("whole", parts, rows_of(network), record=record)
     return watched, result, lambda: executor._local_transfers
 
@@ -183,39 +186,18 @@ def test_a_consumer_reads_the_tensor_that_its_producer_made() -> None:
     assert not any(local_transfers()._places.values())
 
 
-class Counted(Watched):
-    """Counts what stages hand over to each other and is still there, as tasks begin."""
-
-    def __init__(self, compute: Any, held: list[StorageWeakRef], most: list[int]) -> None:
-        super().__init__(compute)
-        self._held, self._most = held, most
-
-    def _watch(self, tensors: Sequence[Tensor]) -> None:
-        known = {each.cdata for each in self._held if not each.expired()}
-        self._held[:] = [each for each in self._held if not each.expired()]
-        new = {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in tensors if t.ndim}
-        self._held += [each for key, each in new.items() if key not in known]
-        self._most.append(len(self._held))
-
-    def forward(
-        self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
-    ) -> Sequence[Tensor]:
-        made = self._compute.forward(micro_batch, half, inputs, received)
-        self._watch(made)
-        return made
-
-    def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
-        made = self._compute.backward(micro_batch, gradients)
-        self._watch(made)
-        return made
-
-
 def test_what_was_handed_over_and_read_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gpp_benchmarks._exactness_kept as ranks
-
     held, most = list[StorageWeakRef](), list[int]()
     plain, step = ranks.stage_compute, LinearHooks.step
-    monkeypatch.setattr(ranks, "stage_compute", lambda *given, **_: Counted(plain(*given), held, most))
+
+    def watch(made: Sequence[Tensor]) -> None:
+        held[:] = [each for each in held if not each.expired()]
+        known = {each.cdata for each in held}
+        new = {t.untyped_storage()._cdata: StorageWeakRef(t.untyped_storage()) for t in made if t.ndim}
+        held.extend(each for key, each in new.items() if key not in known)
+        most.append(len(held))
+
+    monkeypatch.setattr(ranks, "stage_compute", lambda *given, **_: Watched(plain(*given), tell=watch))
     left: list[int] = []
 
     def count(hooks: LinearHooks) -> Any:

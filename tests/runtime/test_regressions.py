@@ -26,7 +26,7 @@ THREE_RANKS = {
     "a stage on two ranks whose gradient never comes": by_hand(
         "detached", {"modules": ["tower"], "ranks": [0, 1]}, last={"ranks": [2]}
     ),
-    "several sinks": by_hand("two_heads", "trunk", "classify"),
+    "several sinks": by_hand("multi_sink", "trunk", "classify"),
     "more micro-batches than stages": by_hand("diamond", "stem", "up", mini_batch=24, unit=1),
     "unequal micro-batches everywhere": by_hand(
         "diamond",

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import chain_plan
+from tests.stage_graph.graphs import WIDTH, Loss
 
 PLAN = dataclasses.replace(
     chain_plan(2, 64, forward_us=[0.5e6, 1e6], backward_us=[1e6, 2e6]), iteration_us=195.5e6
 )
-B, U, WIDTH = 8, 2, 4
 
 
 class Late(nn.Module):
@@ -41,40 +42,21 @@ class Late(nn.Module):
             time.sleep(self.seconds)
 
 
-class Loss(nn.Module):
-    """The mean square of a layer's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 1)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.layer(hidden).square().mean()
-
-
 def end_late(comm_timeout_s: float, late_s: float) -> dict[str, Any]:
     """Train a mini-batch whose first stage ends ``late_s`` after the second one asks for the norm."""
-    import deepspeed
-
     import gpp_plugin
 
     torch.manual_seed(0)
     late = Late()
     graph = gpp_plugin.StageGraph(name="late")
     graph.stage("body", late, inputs={"x": "x"}, outputs=["hidden"], ranks=[0])
-    graph.stage("head", Loss(), inputs={"hidden": "hidden"}, outputs=["loss"], ranks=[1])
+    graph.stage("head", Loss(), inputs={"hidden": "hidden", "target": "x"}, outputs=["loss"], ranks=[1])
     batch = {"x": torch.randn(B, WIDTH)}
-    config = {
-        "train_batch_size": B,
-        "train_micro_batch_size_per_gpu": U,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "graph_pipeline": {"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"},
-    }
-    wrapped = gpp_plugin.GraphPipelineModule(graph, sample_batch=batch)
-    engine = deepspeed.initialize(model=wrapped, config=config)[0]
+    config = config_of(block={"comm_timeout_s": comm_timeout_s, "schedule": "1f1b", "slicing": "off"})
+    engine = make_engine(graph, batch, config)
     late.seconds = late_s
     start = time.perf_counter()
-    losses = [float(engine.train_batch(data_iter=iter([batch])))]
+    losses = steps(engine, [batch])
     seconds = time.perf_counter() - start
     engine.destroy()
     return {"losses": losses, "seconds": seconds}

@@ -21,12 +21,10 @@ from tests.reference import gradient_errors
 from tests.runtime.test_ragged_units import ThreadJob
 
 
-def check(
-    job: ThreadJob, plain: nn.Module, units: Sequence[dict[str, Any]], loss_mean: str = "units"
-) -> None:
+def check(job: ThreadJob, plain: nn.Module, units: Sequence[dict[str, Any]]) -> None:
     """Run a mini-batch, and hold it against one process: which gradients there are, too."""
     loss, gradients = job.run(units)
-    reference = one_process(plain, [units], loss_mean=loss_mean)
+    reference = one_process(plain, [units], loss_mean="units")
     assert loss == pytest.approx(reference.losses[0], rel=1e-6)
     assert gradients.keys() == reference.gradients.keys()
     assert max(gradient_errors(gradients, reference.gradients).values()) < 2e-6

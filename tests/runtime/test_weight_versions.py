@@ -79,17 +79,6 @@ def test_more_versions_than_planned_are_refused():
         versions.begin_update()
 
 
-def test_outputs_that_are_views_of_weights_are_sent_as_copies():
-    weight, buffer = nn.Parameter(torch.zeros(2, 2)), torch.ones(2)
-    versions = WeightVersions([weight, buffer], most=2)
-    leaf, same = versions.use(0)
-    assert same is buffer
-    outputs = (leaf[0], leaf * 2)
-    sent = versions.apart(outputs)
-    assert sent[1] is outputs[1]
-    assert sent[0] is not outputs[0] and torch.equal(sent[0], outputs[0])
-
-
 def test_frozen_parameters_have_no_versions():
     frozen = nn.Parameter(torch.zeros(1), requires_grad=False)
     versions = WeightVersions([frozen], most=1)

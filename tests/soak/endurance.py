@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import os
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -130,7 +129,3 @@ def main(arguments: list[str]) -> int:
             if count:
                 wrong += judge(f"{count} {name}", run_ranks(run, RANKS, *given, timeout_s=LIMIT_S))
     return int(bool(wrong))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

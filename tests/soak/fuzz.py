@@ -10,7 +10,6 @@ import functools
 import json
 import random
 import resource
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -304,7 +303,3 @@ def _limit_memory() -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.getrlimit(resource.RLIMIT_AS)[1]))
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

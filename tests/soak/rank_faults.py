@@ -1,7 +1,7 @@
 """Faults of ranks at every phase: who is named, when all have ended, what a disagreement is refused with.
 
-python -m tests.soak.rank_faults            all three tables, with their counts
-python -m tests.soak.rank_faults stops --first 4
+python -m tests.soak faults            all three tables, with their counts
+python -m tests.soak faults stops --first 4
 
 faults          kill -9, TERM, an exception, MemoryError at phases and instructions of 4 ranks: all end within 15 s
                 (before joining by the limit and 5 s), and every survivor names the rank that failed first
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -186,7 +185,7 @@ TABLES = {
 
 def main(arguments: list[str]) -> int:
     """Run the tables that are named, or all; print their counts; return 1 where anything is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.soak.rank_faults")
+    parser = argparse.ArgumentParser(prog="python -m tests.soak faults")
     parser.add_argument("table", nargs="*", choices=[*TABLES, []], help="which tables; all of them if none")
     parser.add_argument("--first", type=int, help="so many of each table")
     options = parser.parse_args(arguments)
@@ -201,7 +200,3 @@ def main(arguments: list[str]) -> int:
         for line in wrong:
             print(f"  {line}")
     return int(failed > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,6 @@ import argparse
 import itertools
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -135,7 +134,3 @@ def main(arguments: Sequence[str]) -> int:
         print(f"  {'WRONG' if said else 'ok   '} {', '.join(case)}{': ' if said else ''}{said}", flush=True)
     print(f"resumes: {len(cases) - wrong} of {len(cases)}, next {COMPARED} losses bit-equal", flush=True)
     return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -15,7 +15,6 @@ import argparse
 import os
 import random
 import signal
-import sys
 import tempfile
 import time
 from dataclasses import dataclass
@@ -208,7 +207,3 @@ def main(arguments: list[str]) -> int:
         f"{options.first} saves: {counts['old']} old, {counts['new']} new, {counts['']} neither", flush=True
     )
     return int(counts[""] > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -21,7 +21,6 @@ from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from tests.capture.graphs import Calls, assert_is_model, counted_exports, run_graph
 from tests.integrations.whole_unit_jobs import family, family_units
-from tests.models import build
 from tests.reading_models import OneByOne, Reader, reader_batch
 
 TWO = [[2, 1], [1, 2]]
@@ -312,11 +311,19 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
 
 def test_a_mask_that_nobody_asked_for_is_not_made() -> None:
     import transformers.masking_utils as masking
+    from transformers import BertConfig, BertForMaskedLM
 
     before = masking._ignore_bidirectional_mask_sdpa
-    model, make_batch = build("bert")
-    batch = {key: value for key, value in make_batch(2).items() if key != "attention_mask"}
-    capture = capture_model(model, batch)
+    model = BertForMaskedLM(
+        BertConfig(
+            **{k: v for k, v in _text("bert").items() if k not in ("model_type", "num_key_value_heads")}
+        )
+    ).train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    ids = torch.randint(3, 60, (2, 6))
+    capture = capture_model(model, {"input_ids": ids, "labels": ids})
     attention = torch.ops.aten.scaled_dot_product_attention.default
     calls = [node for node in capture.graph.nodes if node.target is attention]
     assert len(calls) == 2
@@ -324,18 +331,23 @@ def test_a_mask_that_nobody_asked_for_is_not_made() -> None:
     assert masking._ignore_bidirectional_mask_sdpa is before
 
 
+def _text(kind: str, **more: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    return {
+        "model_type": kind, **sizes, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
+        "bos_token_id": 1, "eos_token_id": 2, **more,
+    }  # fmt: skip
+
+
 def test_gemma3_makes_its_masks_by_broadcasting() -> None:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    sizes = {
-        "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2,
+    vision = {
+        "model_type": "siglip_vision_model", "hidden_size": 32, "intermediate_size": 64, "image_size": 8,
+        "num_attention_heads": 4, "num_hidden_layers": 1, "patch_size": 4,
     }  # fmt: skip
-    vision = {"model_type": "siglip_vision_model", **sizes, "image_size": 8, "patch_size": 4}
-    text = {
-        "model_type": "gemma3_text", **sizes, "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0,
-        "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6,
-        "layer_types": ["sliding_attention", "full_attention"],
-    }  # fmt: skip
+    kinds = ["sliding_attention", "full_attention"]
+    text = _text("gemma3_text", head_dim=8, query_pre_attn_scalar=8, sliding_window=6, layer_types=kinds)
     config = Gemma3Config(
         text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=61, image_token_id=61
     )
@@ -357,9 +369,33 @@ def test_gemma3_makes_its_masks_by_broadcasting() -> None:
     assert masking._vmap_expansion_sdpa.__module__ == masking.__name__, "as it was"
 
 
+def _qwen() -> tuple[nn.Module, dict[str, Any]]:
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    sections = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+    vision = {
+        "depth": 1, "num_heads": 4, "in_channels": 3, "patch_size": 4, "spatial_merge_size": 2,
+        "temporal_patch_size": 2, "embed_dim": 32, "hidden_size": 32, "mlp_ratio": 2,
+    }  # fmt: skip
+    config = Qwen2VLConfig(
+        text_config=_text("qwen2_vl_text", rope_parameters=sections), vision_config=vision, image_token_id=61,
+        video_token_id=62, vision_start_token_id=59, vision_end_token_id=60,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    ids = torch.randint(3, 59, (2, 12))
+    ids[:, 2], ids[:, 3:7], ids[:, 7] = 59, 61, 60
+    mask = torch.ones_like(ids)
+    mask[0, -2:] = 0
+    batch = {
+        "input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(ids > 58, -100),
+        "mm_token_type_ids": (ids == 61).long(), "pixel_values": torch.randn(32, 96),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }  # fmt: skip
+    return Qwen2VLForConditionalGeneration(config).train(), batch
+
+
 def test_positions_made_ahead_leave_images_where_they_stand_out_of_the_readings() -> None:
-    model, batch = family("qwen2_5_vl"), family_units("qwen2_5_vl", 0)[0]
-    batch["attention_mask"][0, -2:] = 0
+    model, batch = _qwen()
     prepared = prepare_batch(model, batch)
     assert set(prepared) - set(batch) == {"position_ids"}
     assert model.model.rope_deltas is None

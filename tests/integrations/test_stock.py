@@ -55,7 +55,9 @@ def train_with_everything(planner: str, directory: str) -> dict[str, Any]:
     }  # fmt: skip
     model, make_batch = jobs.build_model(one)
     batches = jobs.make_batches(make_batch, one)
-    engine = make_engine(model, batches[0], jobs.make_config(one), model_parameters=decay_groups(model))
+    engine = make_engine(
+        model, batches[0], jobs.make_config(one), model_parameters=decay_groups(model.parameters())
+    )
     engine.record_timelines = True
     losses = []
     for batch in batches:

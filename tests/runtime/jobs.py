@@ -20,13 +20,13 @@ Job = dict[str, Any]
 
 def make_config(job: Job) -> dict[str, Any]:
     """Return the DeepSpeed JSON of a job."""
-    return config_of(
-        train_batch_size=job["mini_batch"],
-        train_micro_batch_size_per_gpu=job["unit"],
-        zero_optimization={"stage": job.get("zero", 0)},
-        block={"planner": "graphpipe", "verify": True, **job.get("block", {})},
-        **job.get("config", {}),
-    )
+    config: dict[str, Any] = {
+        "train_batch_size": job["mini_batch"],
+        "train_micro_batch_size_per_gpu": job["unit"],
+        "zero_optimization": {"stage": job.get("zero", 0)},
+        "block": {"planner": "graphpipe", "verify": True, **job.get("block", {})},
+    }
+    return config_of(**config | job.get("config", {}))
 
 
 def by_hand(

@@ -1,19 +1,20 @@
 """A rank's code computes on the rank's own device, whatever device rank 0 captured and planned on.
 
-Without a GPU what code for ``cuda:0`` to ``cuda:7`` names is read; `tests.gpu` runs it on real ones.
+Without a GPU: what code for ``cuda:0`` to ``cuda:7`` names is read; and captured on fake CUDA devices (`fake_cuda`: a
+process of its own, where a C++ compiler is at hand) it runs on fake tensors of each, forward and backward.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import json
+import os
+import sys
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx
-from torch._subclasses import FakeTensorMode
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
@@ -21,83 +22,16 @@ from gpp_plugin.capture.export import capture_model
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
-from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.resolve import resolve_module
 from gpp_plugin.model.graph.stage_costs import describe_module
-from gpp_plugin.profile.block_survey import block_codes
 from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
+from gpp_plugin.runtime.stage_module import build_stage_function
+from tests.capture import fake_cuda
 from tests.capture.graphs import Calls
-from tests.models import build
+from tests.capture.placement_checks import FAMILIES, make_part, stage_codes, written_devices
+from tests.waits import run_program
 
-Codes: TypeAlias = Iterator[tuple[str, StageFunction]]
-
-FAMILIES = ("gpt2", "clip", "t5", "llava", "whisper", "bert", "llama")
-NUM_STAGES = 3
-SAMPLES = 2
-
-
-def make_part(name: str, device: torch.device) -> tuple[CapturedPart, dict[str, Any]]:
-    """Return a model as a rank on ``device`` has it, and a batch of it on the host."""
-    model, make_batch = build(name, layers=1, device="meta")
-    batch = make_batch(SAMPLES)
-    resolved = resolve_module(model, batch, num_ranks=1)
-    part = CapturedPart(resolved.stages[0], dtype=None, device=device, granularity="layer", called={})
-    return part, part.arguments(batch, {}, SAMPLES)
-
-
-def written_devices(captured: CapturedGraph) -> list[str]:
-    """Return what in the code of a model's stages and blocks names another device than the capture's."""
-    found: list[str] = []
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        for what, function in (*stage_codes(captured), *profiled_codes(captured)):
-            found += [f"{what}: {problem}" for problem in _written(function, captured.device)]
-    return found
-
-
-def stage_codes(captured: CapturedGraph) -> Codes:
-    """Yield the code of three stages."""
-    graph = coarsen(captured)
-    size = -(-len(graph.blocks) // NUM_STAGES)
-    for first in range(0, len(graph.blocks), size):
-        blocks = graph.blocks[first : first + size]
-        names = {block.name for block in blocks}
-        crossing = {
-            n for edge in graph.edges if edge.src in names and edge.dst not in names for n in edge.tensors
-        }
-        ends = {*captured.op_graph.outputs.values(), captured.op_graph.loss}
-        nodes = [node for block in blocks for node in block.nodes]
-        yield (
-            f"stage {first // size}",
-            build_stage_function(captured, nodes, [n for n in nodes if n in crossing | ends]),
-        )
-
-
-def profiled_codes(captured: CapturedGraph) -> Codes:
-    """Yield the code of every block and of its replicas, as a profile times them."""
-    for code in block_codes(captured, coarsen(captured)):
-        yield f"block {code.block}", code.function
-        if code.replicas is not None:
-            yield f"replicas of {code.block}", code.replicas
-
-
-def _written(function: StageFunction, device: torch.device) -> list[str]:
-    """Return the devices in a code's arguments, those of bodies that it calls included, and of its constants."""
-    assert function.module is not None
-    found = [f"a constant is on {c.device}" for c in function.constants if c.device != device]
-    for inner in function.module.modules():
-        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
-            found += _elsewhere(node, (node.args, node.kwargs), device)
-    return found
-
-
-def _elsewhere(node: fx.Node, value: Any, device: torch.device) -> list[str]:
-    leaves = torch.utils._pytree.tree_leaves(value)
-    devices = [part.device if isinstance(part, Tensor) else part for part in leaves]
-    return [
-        f"{node.name} ({node.target}): {d}" for d in devices if isinstance(d, torch.device) and d != device
-    ]
+ROOT = Path(__file__).parents[2]
 
 
 def told(captured: CapturedGraph) -> Analysis:
@@ -105,7 +39,7 @@ def told(captured: CapturedGraph) -> Analysis:
     return loads(Analysis, dumps(captured.analysis))
 
 
-@pytest.mark.parametrize(("name", "is_training"), [*((name, True) for name in FAMILIES), ("clip", False)])
+@pytest.mark.parametrize(("name", "is_training"), [("gpt2", True), ("clip", True), ("clip", False)])
 def test_code_of_every_rank_names_its_own_device(name: str, is_training: bool) -> None:
     first, arguments = make_part(name, torch.device("cuda", 0))
     rank_0 = first.capture(arguments, is_training=is_training)
@@ -113,6 +47,25 @@ def test_code_of_every_rank_names_its_own_device(name: str, is_training: bool) -
     captured = own.capture_again(told(rank_0), arguments)
     assert "index=3" in "".join(function.code for _, function in stage_codes(captured))
     assert written_devices(captured) == []
+
+
+@pytest.mark.skipif(
+    fake_cuda.COMPILER is None or torch.cuda.is_available(), reason="needs a C++ compiler and no GPU"
+)
+def test_captured_on_its_own_device_a_rank_computes_forward_and_backward_there(tmp_path: Path) -> None:
+    library = fake_cuda.compile_library(tmp_path)
+    done = run_program(
+        [sys.executable, "-m", "tests.capture.placement_job", str(library)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name, _ in answers] == [*FAMILIES, "clip"]
+    assert [answer for answer in answers if answer[1]] == []
 
 
 def constants() -> torch.nn.Module:

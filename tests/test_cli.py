@@ -140,7 +140,7 @@ def test_an_encoding_without_boxes_gets_them_in_ascii(plan_file):
         (["compare", "clip_tiny", "--cluster", "summit"], "transformers", "hf"),
         (["compare", "clip_tiny"], "transformers", "hf"),
         (["demo"], "sklearn", "demo"),
-        (["bench", "attention"], "transformers", "hf"),
+        (["bench", "loading"], "transformers", "hf"),
     ],
 )
 def test_what_is_not_installed_is_one_line_with_the_pip_command(arguments, missing, extra):

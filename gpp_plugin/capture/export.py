@@ -28,7 +28,7 @@ from gpp_plugin.capture.eager.trial_run import (
 )
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
-from gpp_plugin.capture.tracing.meta_copy import MetaCopy, make_meta_copy
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy, check_float_types, make_meta_copy
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
@@ -191,6 +191,8 @@ def _capture(
     # at 4 as at 2 lies along the samples, and an operator on 2 and 4 rows is quickly tried by itself. Profiles are
     # measured at such numbers too: they take what was exported here.
     meta_copy = make_meta_copy(model, training=training, dtype=dtype, device=device, carried=states)
+    if training:
+        check_float_types(model, dtype)
     export = functools.partial(
         trace, meta_copy, outputs=outputs, received=received, training=training, call=call, eager=eager
     )

@@ -402,9 +402,11 @@ def test_other_kinds_are_trained() -> None:
     """A whole model in double precision becomes one of the job's; what takes no gradient may be complex or whole."""
     batch = {"x": torch.randn(2, 4)}
     double = _branch(torch.float64).double()
-    assert capture_model(double, batch, dtype=torch.float32).op_graph.loss
-    double.layer.float()  # as a rank whose stage has this layer alone, when it captures the model for an evaluation
+    capture = capture_model(double, batch, dtype=torch.float32)
+    assert capture.op_graph.loss
+    double.layer.float()  # as a rank whose stage has this layer alone, in evaluation and at other shapes of training
     assert capture_model(double, batch, dtype=torch.float32, training=False).op_graph.loss
+    assert recapture(double, capture.analysis, {"x": torch.randn(6, 4)}).op_graph.loss
     _assert_same_gradients(_kinds(torch.arange(4).to(torch.int8), lambda w: w.float()), batch)
     _assert_same_gradients(_kinds(torch.randn(4, dtype=torch.cfloat), torch.abs, is_buffer=True), batch)
 

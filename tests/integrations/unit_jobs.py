@@ -125,29 +125,6 @@ def own_steps(engine: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses + [float(engine.train_batch()) for _ in range(2)], gradients
 
 
-# ---- units --------------------------------------------------------------------------------------------------
-
-
-def unlike_units(name: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Return units of one to three samples and of several lengths; some have padding and some none."""
-    _, make_batch = build(name)
-    generator = torch.Generator().manual_seed(seed)
-    units = []
-    for index in range(count):
-        samples, cut, shorter = (int(torch.randint(0, 3, (), generator=generator)) for _ in range(3))
-        unit = make_batch(1 + samples, 100 * seed + index)
-        ids, labels = unit["input_ids"], unit["labels"]
-        length, of_labels = ids.shape[1] - cut, labels.shape[1] - (shorter if name == "t5" else cut)
-        mask = torch.ones_like(ids) if index % 2 else unit["attention_mask"]
-        rows = {
-            "input_ids": ids[:, :length],
-            "attention_mask": mask[:, :length],
-            "labels": labels[:, :of_labels],
-        }
-        units.append({**unit, **{key: value.contiguous() for key, value in rows.items()}})
-    return units
-
-
 def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process."""
     torch.manual_seed(0)

@@ -6,7 +6,6 @@ import copy
 import functools
 import itertools
 import types
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,10 +61,6 @@ def tracing_device(device: torch.device) -> torch.device:
     return device if has_device else torch.device("cpu")
 
 
-_checked: weakref.WeakKeyDictionary[nn.Module, torch.dtype | None] = weakref.WeakKeyDictionary()
-"""Models whose tensors are of kinds that stages train, with the job's type of parameters."""
-
-
 def make_meta_copy(
     model: nn.Module,
     *,
@@ -83,10 +78,7 @@ def make_meta_copy(
     Raises:
         CaptureError: the model cannot be copied, or has parameters that cannot be trained.
     """
-    # once: of a model in training each rank has parameters of its stages in the job's type, and the rest as they were
-    if model not in _checked or _checked[model] != dtype:
-        _check_kinds(model, dtype)
-        _checked[model] = dtype
+    _check_kinds(model)
     # `copy.deepcopy` looks every object up in ``memo`` by its id before it copies it. With a fake tensor entered for
     # each parameter and buffer, the copy is made around them and no weight is ever copied. A tied parameter is one
     # object under two names, so it is one fake tensor under both.
@@ -282,11 +274,28 @@ def overlapping(model: nn.Module) -> list[tuple[str, str]]:
     return [(one, other) for (_, end, one), (begin, _, other) in itertools.pairwise(ordered) if begin < end]
 
 
-def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Refuse tensors of kinds that stages do not train, before anything is done with them.
+def check_float_types(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Refuse double precision beside other types, as its user has a model: once it trains, ranks hold their own stages'
+    parameters in the job's type and the rest as it was.
 
     Args:
         dtype: of floating parameters in this job.
+
+    Raises:
+        CaptureError: names the first parameter, how many there are, and what to do.
+    """
+    floating = [(name, p.dtype) for name, p in model.named_parameters() if p.is_floating_point()]
+    doubles = [name for name, kind in floating if kind is torch.float64 and dtype not in (None, kind)]
+    if len(doubles) < len(floating):  # a whole model in double precision becomes one of the job's
+        fix = (
+            f"this job has {dtype_name(dtype or torch.float32)} for all of them: convert the model, model.float(), "
+            "and let its forward cast by x.to(weight.dtype)"
+        )
+        _refuse(model, "float64", doubles, fix)
+
+
+def _check_kinds(model: nn.Module) -> None:
+    """Refuse tensors of kinds that stages do not train, before anything is done with them.
 
     Raises:
         CaptureError: names the first of a kind, how many there are, and what to do.
@@ -299,19 +308,12 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
             )
     own = dict(model.named_parameters())
     everything: dict[str, torch.Tensor] = {**own, **dict(model.named_buffers())}
-    doubles = [name for name, p in own.items() if p.dtype is torch.float64 and dtype not in (None, p.dtype)]
-    is_mixed = len(doubles) < sum(p.is_floating_point() for p in own.values())
     # what is only read may be complex, or of whole numbers; it is the steps and their sums that are of real ones
     kinds = {
         "complex": (
             [name for name, p in own.items() if p.requires_grad and p.is_complex()],
             "keep two real numbers for each, nn.Parameter(torch.view_as_real(w)), and read torch.view_as_complex of "
             "them in forward",
-        ),
-        "float64": (
-            doubles if is_mixed else [],  # a whole model in double precision becomes one of the job's
-            f"this job has {dtype_name(dtype or torch.float32)} for all of them: convert the model, model.float(), "
-            "and let its forward cast by x.to(weight.dtype)",
         ),
         "sparse": (
             [name for name, tensor in everything.items() if tensor.layout is not torch.strided],
@@ -325,8 +327,12 @@ def _check_kinds(model: nn.Module, dtype: torch.dtype | None) -> None:
         ),
     }
     for kind, (names, fix) in kinds.items():
-        if names:
-            others = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise CaptureError(
-                f"{type(model).__name__}: {names[0]}{others}: {kind} tensors are not trained; {fix}"
-            )
+        _refuse(model, kind, names, fix)
+
+
+def _refuse(model: nn.Module, kind: str, names: Sequence[str], fix: str) -> None:
+    if names:
+        others = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        raise CaptureError(
+            f"{type(model).__name__}: {names[0]}{others}: {kind} tensors are not trained; {fix}"
+        )

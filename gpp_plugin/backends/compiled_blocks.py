@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import networkx as nx
 import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -149,8 +150,8 @@ class CutCode:
         graph = fx.Graph()
         mapping: dict[fx.Node, fx.Node] = {}
         for unit in _in_order(module.graph, owner):
-            block = owner.get(unit[0].name)
-            if block is None:
+            block = " and ".join(dict.fromkeys(owner[node.name] for node in unit if node.name in owner))
+            if not block:
                 mapping[unit[0]] = graph.node_copy(unit[0], lambda n: mapping[n])
                 continue
             reason = refusal(unit)
@@ -169,34 +170,23 @@ class CutCode:
 
 
 def _in_order(graph: fx.Graph, owner: Mapping[str, str]) -> list[list[fx.Node]]:
-    """Return a graph's nodes, those of a block together, each behind what it reads.
-
-    Raises:
-        BackendRefused: a block reads what another operator makes of its results.
-    """
-    # The capture's order may mix two branches: a1 b1 a2 b2, where a2 reads a1 alone. Blocks are put where their last
-    # operator's inputs are there: depth first from the output, a block with all that its operators read.
-    units: dict[str, list[fx.Node]] = {}
-    for node in graph.nodes:
-        units.setdefault(f"block {owner[node.name]}" if node.name in owner else node.name, []).append(node)
-    key_of = {node: key for key, nodes in units.items() for node in nodes}
-    done: dict[str, None] = {}
-    for first in units:
-        waiting, under_way = [(first, False)], set[str]()
-        while waiting:
-            key, is_ready = waiting.pop()
-            if key in done:
-                continue
-            if is_ready:
-                done[key] = None
-                continue
-            if key in under_way:
-                raise BackendRefused(f"{key} reads what is made of its own results")
-            under_way.add(key)
-            waiting.append((key, True))
-            needed = {key_of[read]: None for node in units[key] for read in node.all_input_nodes}
-            waiting += [(other, False) for other in reversed(needed) if other != key and other not in done]
-    return [units[key] for key in done]
+    """Return a graph's nodes, those of a block together, each group behind what it reads."""
+    # The capture's order may mix two branches: a1 b1 a2 b2, where a2 reads a1 alone; a block is put where the inputs of
+    # all its operators are there. What reads its results and is read by it joins it, be it another block: the first block
+    # of a T5 decoder makes a position bias, masks are added to that outside, and it reads the sum.
+    group_of = {node: owner.get(node.name, node) for node in graph.nodes}
+    reads = nx.DiGraph(
+        (group_of[read], group_of[node]) for node in graph.nodes for read in node.all_input_nodes
+    )
+    reads.add_nodes_from(group_of.values())
+    joined = nx.condensation(reads)
+    units: dict[int, list[fx.Node]] = {}
+    position: dict[int, int] = {}
+    for i, node in enumerate(graph.nodes):
+        unit = joined.graph["mapping"][group_of[node]]
+        units.setdefault(unit, []).append(node)
+        position.setdefault(unit, i)
+    return [units[unit] for unit in nx.lexicographical_topological_sort(joined, key=position.__getitem__)]
 
 
 def _module_of(

@@ -214,13 +214,22 @@ def test_results_that_are_no_numbers_are_not_compared() -> None:
         compare_results(((nothing,), ()), ((nothing,), ()))
 
 
-def test_a_block_that_reads_what_is_made_of_itself_is_refused() -> None:
+def test_what_a_block_reads_of_its_own_results_is_compiled_with_it() -> None:
     def made(call: Any, given: fx.Node) -> tuple[fx.Node, ...]:
-        first = call(aten.relu.default, given)
-        return (call(aten.add.Tensor, first, call(aten.neg.default, first)),)
+        a1, b1 = call(aten.relu.default, given), call(aten.sin.default, given)
+        between = call(aten.neg.default, a1)
+        b2 = call(aten.mul.Tensor, between, b1)
+        return call(aten.add.Tensor, a1, b2), b2
 
-    with pytest.raises(BackendRefused, match="block a reads what is made of its own results"):
-        CutCode(module_of(made), {"a": ["relu_default", "add_tensor"]}, BlockCompiler(compile_plainly))
+    module, x = module_of(made), torch.randn(5)
+    for blocks, names in (
+        ({"a": ["relu_default", "add_tensor"]}, ["a"]),
+        ({"a": ["relu_default", "add_tensor"], "b": ["sin_default", "mul_tensor"]}, ["a and b"]),
+    ):
+        cut = CutCode(module, blocks, BlockCompiler(compile_plainly))
+        assert list(cut.blocks) == names
+        for own, right in zip(cut.forward(x), module(x), strict=True):
+            assert torch.equal(own, right)
 
 
 def test_blocks_whose_order_is_mixed_are_put_in_one() -> None:

@@ -172,8 +172,8 @@ class CutCode:
 def _in_order(graph: fx.Graph, owner: Mapping[str, str]) -> list[list[fx.Node]]:
     """Return a graph's nodes, those of a block together, each group behind what it reads."""
     # The capture's order may mix two branches: a1 b1 a2 b2, where a2 reads a1 alone; a block is put where the inputs of
-    # all its operators are there. What reads its results and is read by it joins it, be it another block: the first block
-    # of a T5 decoder makes a position bias, masks are added to that outside, and it reads the sum.
+    # all its operators are there. What reads its results and is read by it joins it, be it another block: the
+    # first block of a T5 decoder makes a position bias, masks are added to that outside, and it reads the sum.
     group_of = {node: owner.get(node.name, node) for node in graph.nodes}
     reads = nx.DiGraph(
         (group_of[read], group_of[node]) for node in graph.nodes for read in node.all_input_nodes

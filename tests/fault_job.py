@@ -19,6 +19,8 @@ class FaultSettings:
         block, config: changes of the configuration on all ranks.
         steps: of training, then a save, an evaluation, a load, and the end.
         only_rank_zero_saves: the others go on training.
+        bad_data: what raises ValueError on rank 1 at its second mini-batch: ``dataset``, ``collate_fn``, ``iterator``, or
+            the iterator of ``evaluation``.
         model: of `tests.models`.
         generates: tokens after training.
     """
@@ -32,6 +34,7 @@ class FaultSettings:
     steps: int = 3
     uses_loader: bool = False
     only_rank_zero_saves: bool = False
+    bad_data: str = ""
     model: str = "two_branch"
     generates: bool = False
 
@@ -86,11 +89,16 @@ def train(settings: FaultSettings) -> None:
     if is_odd:
         config = odd_config(settings.odd, config)
         make_odd(settings.odd, model)
+    bad = settings.bad_data if rank == 1 else ""
     if settings.uses_loader:
         rows = make_batch(4 * B, 1)
-        given["training_data"] = [{key: value[i] for key, value in rows.items()} for i in range(4 * B)]
+        samples = [{key: value[i] for key, value in rows.items()} for i in range(4 * B)]
+        given["training_data"] = BadSamples(samples, from_count=B if bad == "dataset" else None)
+        given["collate_fn"] = bad_collate() if bad == "collate_fn" else None
     engine = make_engine(model, sample, config, **given)
-    stream = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
+    stream: Any = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
+    if bad == "iterator":
+        stream = itertools.chain(itertools.islice(stream, 1), map(bad_sample, [0]))
     for _ in range(settings.steps):
         engine.train_batch(data_iter=stream)
     if settings.generates:
@@ -100,10 +108,37 @@ def train(settings: FaultSettings) -> None:
             engine.save_checkpoint(settings.directory)
         time.sleep(60)
     engine.save_checkpoint(settings.directory)
-    engine.eval_batch(iter([sample]))
+    engine.eval_batch(map(bad_sample, [0]) if bad == "evaluation" else iter([sample]))
     engine.load_checkpoint(settings.directory)
     engine.train_batch(data_iter=stream)
     engine.destroy()
+
+
+def bad_sample(index: int) -> Any:
+    """Fail as a broken file does."""
+    raise ValueError(f"sample {index} is broken")
+
+
+class BadSamples:
+    """A dataset that fails when ``from_count`` of its samples were read."""
+
+    def __init__(self, samples: list[Any], *, from_count: int | None) -> None:
+        self.samples, self.from_count, self.count = samples, from_count, 0
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        self.count += 1
+        return bad_sample(index) if self.count - 1 == self.from_count else self.samples[index]
+
+
+def bad_collate() -> Any:
+    """Return what collates once, and then fails."""
+    from torch.utils.data import default_collate
+
+    calls = itertools.count()
+    return lambda rows: default_collate(rows) if next(calls) == 0 else bad_sample(0)
 
 
 def make_odd(name: str, model: Any) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
+import ctypes
 import os
 import sys
 import time
@@ -39,7 +39,7 @@ def run_job(
 ) -> list[Ended]:
     """Run the job, and return how each rank ended; those that live at the limit are killed.
 
-    A rank that is stopped is killed when all others have ended.
+    A rank that is stopped, or sleeps beside one that saves alone, is killed when all others have ended.
 
     Args:
         settings: what ``job`` is called with on every rank; has a ``directory`` and a ``fault``.
@@ -58,6 +58,8 @@ def run_job(
             process.start()
         ended: dict[int, float] = {}
         stopped = settings.fault["rank"] if settings.fault and settings.fault["kind"] == "stop" else None
+        if getattr(settings, "only_rank_zero_saves", False):
+            stopped = 1
         started = time.monotonic()
         patience = Patience(limit_s, Family(*(process.pid for process in processes if process.pid)).used_s)
         try:
@@ -106,5 +108,4 @@ def _run_rank(
     except BaseException:
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
         code = 1
-    atexit._run_exitfuncs()
-    os._exit(code)
+    ctypes.pythonapi.Py_Exit(code)  # the interpreter's own end, with all destructors

@@ -46,5 +46,32 @@ def test_a_stopped_rank_is_named_when_the_limit_has_passed(at: str, tmp_path: Pa
     block = {"stages": 3, "comm_timeout_s": LIMIT_S}
     ended = run_job(FaultSettings(directory=str(tmp_path), fault=asdict(fault), block=block, steps=1), 3)
     for rank in (0, 2):
-        assert ended[rank].code == 1, ended[rank]
+        assert ended[rank].code == 1 and ended[rank].seconds <= 5, ended[rank]
         assert "its process is stopped (SIGSTOP" in ended[rank].last_line, ended[rank].said[-1500:]
+
+
+def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
+    settings = FaultSettings(
+        directory=str(tmp_path),
+        block={"stages": 2, "comm_timeout_s": LIMIT_S},
+        steps=1,
+        only_rank_zero_saves=True,
+    )
+    first, second = run_job(settings, 2)
+    assert (first.code, second.code) == (1, None), first
+    assert (
+        first.last_line.startswith("gpp_plugin: rank 1")
+        and "outside of the engine's calls" in first.last_line
+    )
+
+
+@pytest.mark.parametrize("bad", ["dataset", "collate_fn", "iterator", "evaluation"])
+def test_data_that_fails_on_one_rank_is_in_the_last_line_of_all(bad: str, tmp_path: Path) -> None:
+    uses_loader = bad in ("dataset", "collate_fn")
+    settings = FaultSettings(
+        directory=str(tmp_path), block={"stages": 2}, bad_data=bad, uses_loader=uses_loader
+    )
+    for each in run_job(settings, 2):
+        assert each.code == 1 and "rank 1 " in each.last_line, each.said[-1500:]
+        assert "rank 0" not in each.last_line, each.said[-1500:]
+        assert "is broken (fault_job.py:" in each.last_line, each.said[-1500:]

@@ -44,6 +44,8 @@ from gpp_plugin.runtime.batches import (
     unit_key,
 )
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.failure_board import describe_error
+from gpp_plugin.runtime.ranks.job_board import shared_error
 from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 LOADING_TIMEOUT_S = 600.0
@@ -258,7 +260,7 @@ class BatchSource:
 
         Raises:
             StopIteration: an iterator ended, here or on another rank.
-            RuntimeFailure: another rank took nothing for another reason, or ranks have different mini-batches.
+            RuntimeFailure: another rank took nothing, with its error; or ranks have different mini-batches.
         """
         # In mode async no rank waits for another one to begin: there `DataCheck` finds it out a call later.
         if self._group is None or (compares and self._prefetches):
@@ -274,16 +276,26 @@ class BatchSource:
             facts[2:] = torch.tensor([checksum, -checksum])
         self._wait(dist.all_reduce(facts, op=dist.ReduceOp.MAX, group=self._group, async_op=True))
         failed, ended, largest, least = facts.tolist()
-        if error is not None and not (has_ended and failed >= 0):
-            raise error
         if failed >= 0:
-            raise RuntimeFailure(
-                f"rank {failed} could not take its mini-batch; see its error. Nothing of it has run on any rank"
-            ) from error
+            failure = self._failure_of(failed, None if has_ended else error)
+            if failure is not error:
+                raise failure from error
+        if error is not None:
+            raise error
         if ended >= 0:
             raise StopIteration(f"the data of rank {ended} ended")
         if largest != -least and largest != _LEAST:
             raise self._different(batch)
+
+    def _failure_of(self, failed: int, own: BaseException | None) -> BaseException:
+        """Return this rank's own error, or what it raises for that of the rank that ``failed``; collective."""
+        why = describe_error(own) if own is not None else ""
+        why = self._collectives().tell(why, source=failed, what="the error of another rank's data")
+        if own is not None:
+            return own
+        return shared_error(
+            "RuntimeFailure", f"rank {failed} has no mini-batch, and nothing of it has run: {why}"
+        )
 
     def _different(self, batch: Batch | None) -> RuntimeFailure:
         checksum = 0 if batch is None else batch_checksum(batch)
@@ -363,7 +375,7 @@ class BatchSource:
         if loading.work is not None:
             self._wait(loading.work)
             batch = self._learn_shape(loading)
-        if loading.error is not None:
+        elif loading.error is not None:
             raise loading.error
         assert batch is not None, "a single rank reads all inputs"
         return batch
@@ -374,9 +386,7 @@ class BatchSource:
         self.draws = self.draws or bool(has_drawn)
         batch = loading.batch
         if failed >= 0:
-            if loading.error is None:
-                raise RuntimeFailure(f"rank {failed} could not load its mini-batch; see its error")
-            return None
+            raise self._failure_of(failed, loading.error)
         if largest != -smallest:
             raise _shape_mismatch(batch)
         if content != -least:

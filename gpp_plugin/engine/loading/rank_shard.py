@@ -33,7 +33,7 @@ from gpp_plugin.engine.loading.mini_batch_loader import (
     sampler_state,
     stream_state,
 )
-from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
+from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange, merged_ranges
 from gpp_plugin.runtime.batches import (
@@ -46,6 +46,7 @@ from gpp_plugin.runtime.batches import (
     collect_mini_batch,
     mini_batch_shapes,
 )
+from gpp_plugin.runtime.ranks.failure_board import describe_error
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.
 
@@ -334,7 +335,7 @@ class ShareReader:
                 found.append(dataset[index])
         except Exception as error:  # whatever a dataset raises, all ranks hear which sample it was
             raise RuntimeFailure(
-                f"rank {self._share.rank} could not load {which} of training_data: {_described(error)}"
+                f"rank {self._share.rank} could not load {which} of training_data: {describe_error(error)}"
             ) from error
         return found
 
@@ -451,12 +452,8 @@ def _failure(error: Exception, rank: int) -> LoadFailure:
     if isinstance(error, GppError):
         return LoadFailure(message=str(error), kind=type(error))
     return LoadFailure(
-        message=f"rank {rank} could not load its mini-batch: {_described(error)}", kind=RuntimeFailure
+        message=f"rank {rank} could not load its mini-batch: {describe_error(error)}", kind=RuntimeFailure
     )
-
-
-def _described(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _listed(unit: int | Sequence[int]) -> Sequence[int]:

@@ -20,8 +20,10 @@ import contextlib
 import json
 import os
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpp_plugin.errors import first_line
+from gpp_plugin.errors import GppError, first_line
 
 SILENT_S = 4.0
 """After how long without a beat a rank of another host is taken to be gone or stopped."""
@@ -166,9 +168,24 @@ def failure_of(seen: SeenRank) -> FirstFailure:
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception in one line: its kind and what it says."""
+    """Return an exception in one line: its kind, what it says, and for those not ours where it was raised.
+
+    The place is the last in code of the user's: not in an installed package, nor in this one.
+    """
     kind, text = type(error).__name__, first_line(error)
-    return f"{kind}: {text}" if text else kind
+    frames = [] if isinstance(error, GppError) else traceback.extract_tb(error.__traceback__)
+    users = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(_NOT_THE_USERS) and f"-packages{os.sep}" not in frame.filename
+    ]
+    place = [
+        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})" for frame in (users or frames)[-1:]
+    ]
+    return " ".join([f"{kind}: {text}" if text else kind, *place])
+
+
+_NOT_THE_USERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[2]) + os.sep)
 
 
 # Processes of other ranks, as those on their host find them: alive, stopped or gone.

@@ -14,9 +14,11 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
+import gc
 import json
 import os
 import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator
@@ -160,23 +162,25 @@ def job_board() -> FailureBoard | None:
 
 def close_board() -> None:
     """Close the job's board, if there is one."""
-    global _board
+    global _board, _is_broken
     if _board is not None:
+        _is_broken = _is_broken or _board.first is not None
         _board.close()
     _board = None
 
 
 def is_broken_connection(error: BaseException) -> bool:
     """Return whether an error, or what it came of, says that another rank did not answer or is gone."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, CommTimeout | dist.DistNetworkError | dist.DistBackendError):
-            return True
-        text = str(seen).lower()
-        if isinstance(seen, RuntimeError) and any(sign in text for sign in _SIGNS):
-            return True
-        seen = seen.__cause__
-    return False
+    causes: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in causes:  # an error that is raised from itself is its own cause
+        causes.append(cause)
+        cause = cause.__cause__
+    return any(
+        isinstance(each, CommTimeout | dist.DistNetworkError | dist.DistBackendError)
+        or (isinstance(each, RuntimeError) and any(sign in str(each).lower() for sign in _SIGNS))
+        for each in causes
+    )
 
 
 _SIGNS = (
@@ -216,10 +220,12 @@ def name_cause(error: BaseException, *, is_fatal: bool) -> None:
     Args:
         is_fatal: the job cannot continue after it.
     """
+    global _is_broken
     board = _board
     if board is None or is_shared(error):
         return
     if is_broken_connection(error):
+        _is_broken = True
         first = board.find()
     elif is_fatal:
         first = board.post_error(error)
@@ -236,6 +242,8 @@ def name_cause(error: BaseException, *, is_fatal: bool) -> None:
 
 
 _watched = False
+_is_broken = False
+"""Whether a wait of this process for another rank has broken off, or a board that was closed had a failure."""
 
 
 def _watch_exit() -> None:
@@ -265,6 +273,24 @@ def _leave() -> None:
     if _board is not None:
         _board.linger()
         _board.leave()
+    if _is_broken or (_board is not None and _board.first is not None):
+        _hang_up()
+
+
+def _hang_up() -> None:
+    """Close torch's connections to other processes, so that what is pending on them fails now.
+
+    A collective that a stopped rank does not come to stays when its wait is given up. The destructor of gloo's group
+    waits for it, for as long as the group's limit: half an hour. The connections of Python's own sockets stay.
+    """
+    own = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+    for name in os.listdir("/dev/fd"):
+        # no socket, not connected (gloo's listeners are not to be touched), or closed meanwhile
+        with contextlib.suppress(OSError):
+            if int(name) not in own:
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _forget() -> None:

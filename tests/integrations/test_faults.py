@@ -5,11 +5,18 @@ The whole table (60 faults, 16 stops) is in `tests/soak`.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
+import signal
+import time
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from gpp_plugin.runtime.ranks.job_board import engine_call
+from gpp_plugin.runtime.ranks.placement_of_ranks import join_ranks
 from tests.fault_job import FaultSettings
 from tests.fault_runs import run_job
 from tests.faults import Fault
@@ -75,3 +82,16 @@ def test_data_that_fails_on_one_rank_is_in_the_last_line_of_all(bad: str, tmp_pa
         assert each.code == 1 and "rank 1 " in each.last_line, each.said[-1500:]
         assert "rank 0" not in each.last_line, each.said[-1500:]
         assert "is broken (fault_job.py:" in each.last_line, each.said[-1500:]
+
+
+def capture_for_long(settings: FaultSettings) -> None:
+    """Be in a call with Python's standard error redirected, as a capture is, while rank 1 ends."""
+    if join_ranks("cpu").rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+    with engine_call("initialize", is_fatal=lambda: True), contextlib.redirect_stderr(io.StringIO()):
+        time.sleep(60)
+
+
+def test_a_rank_that_is_ended_while_it_captures_says_why(tmp_path: Path) -> None:
+    first, _ = run_job(FaultSettings(directory=str(tmp_path)), 2, job=capture_for_long)
+    assert first.code == 1 and first.last_line.startswith("gpp_plugin: rank 1 failed first"), first

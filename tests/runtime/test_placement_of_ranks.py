@@ -4,8 +4,10 @@ launcher's variables."""
 import datetime
 import json
 import os
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,6 +155,18 @@ def test_what_is_taken_from_launchers():
     assert launcher_variables({**several, OPEN_MPI[3]: "8"})["MASTER_ADDR"] == "127.0.0.1"
 
 
+def _listening() -> set[str]:
+    """Return the addresses at which sockets of this process listen, as the kernel writes them."""
+    fds = Path("/proc/self/fd")
+    own = {os.readlink(each) for each in fds.iterdir() if each.is_symlink()}
+    rows = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {row[1].partition(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+
+
 def _join(name: str) -> tuple[str, int, str]:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         os.environ[{**dict(zip(TORCHRUN, OPEN_MPI, strict=True))}[variable]] = os.environ.pop(variable)
@@ -162,6 +176,8 @@ def _join(name: str) -> tuple[str, int, str]:
 
     placement = _init_distributed({}, GraphPipelineConfig())
     assert deepspeed.comm.is_initialized() and _init_distributed({}, GraphPipelineConfig()) == placement
+    if os.environ["MASTER_ADDR"] == "127.0.0.1" and sys.platform == "linux":
+        assert _listening() <= {"0100007F", "0" * 24 + "01000000"}, "on one machine none listens to others"
     return dist.get_backend(), dist.get_world_size(), os.environ["LOCAL_RANK"]
 
 

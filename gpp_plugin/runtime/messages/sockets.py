@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import gc
 import os
 import socket
+import stat
 from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -79,37 +81,46 @@ def widened_sockets() -> Iterator[None]:
     """Give the TCP connections that are made within the block larger buffers (on Linux; elsewhere nothing)."""
     before = _descriptors()
     yield
-    for descriptor in _descriptors() - before:
-        _widen(descriptor)
+    _widen(_descriptors() - before)
 
 
 def widen_open_sockets() -> None:
     """Give all TCP connections of this process larger buffers: those of groups that others have made."""
-    for descriptor in _descriptors():
-        _widen(descriptor)
+    _widen(_descriptors())
+
+
+def _widen(descriptors: Collection[int]) -> None:
+    for connection in _tcp_sockets(descriptors):
+        for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
+            if connection.getsockopt(socket.SOL_SOCKET, option) < BUFFER_BYTES:
+                connection.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+
+
+def close_connections() -> None:
+    """Close torch's TCP connections to other processes, so that what is pending on them fails now.
+
+    A collective that a stopped rank does not come to stays when its wait is given up. The destructor of gloo's group
+    waits for it, for as long as the group's limit: half an hour. The connections of Python's own sockets stay.
+    """
+    own = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
+    for connection in _tcp_sockets(_descriptors() - own):
+        with contextlib.suppress(OSError):  # not connected: gloo's listeners are not to be touched
+            connection.getpeername()
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _descriptors() -> set[int]:
-    if not _DESCRIPTORS.is_dir():
-        return set()
-    return {int(name) for name in os.listdir(_DESCRIPTORS)}
+    return {int(name) for name in os.listdir(_DESCRIPTORS)} if _DESCRIPTORS.is_dir() else set()
 
 
-def _widen(descriptor: int) -> None:
-    try:
-        duplicate = os.dup(descriptor)
-    except OSError:
-        return  # the descriptor that listed the folder
-    try:
-        copy = socket.socket(fileno=duplicate)
-    except OSError:  # no socket
-        os.close(duplicate)
-        return
-    with copy:
-        if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-            for option in (socket.SO_RCVBUF, socket.SO_SNDBUF):
-                if copy.getsockopt(socket.SOL_SOCKET, option) < BUFFER_BYTES:
-                    copy.setsockopt(socket.SOL_SOCKET, option, BUFFER_BYTES)
+def _tcp_sockets(descriptors: Collection[int]) -> Iterator[socket.socket]:
+    """Yield a copy of each that is a TCP socket, torch's own as well; closed behind the loop's body."""
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # closed meanwhile: the descriptor that listed the folder
+            if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                with socket.socket(fileno=os.dup(descriptor)) as copy:
+                    if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
+                        yield copy
 
 
 # In which order the ranks of a job open the channels between them, so that many are opened at once.

@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import sysconfig
 import threading
 import time
@@ -491,11 +490,13 @@ class FailureBoard:
             self._stuck_since = HERE.number, now
         if now - self._stuck_since[1] > ENDING_S:
             place = place_of(HERE.facts())
-            sys.stderr.write(
+            # not to sys.stderr, which may be another one while torch traces
+            text = (
                 f"gpp_plugin: rank {self.rank} is ended: {ENDING_S:g} s after another rank failed it is still {place}\n"
                 f"gpp_plugin: {self.first}\n"
             )
-            sys.stderr.flush()
+            with contextlib.suppress(OSError):
+                os.write(2, text.encode())
             self.linger()
             os._exit(1)
 

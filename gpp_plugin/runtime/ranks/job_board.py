@@ -14,11 +14,9 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import json
 import os
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Container, Iterator
@@ -30,6 +28,7 @@ import torch.distributed as dist
 
 from gpp_plugin import errors
 from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.runtime.messages.sockets import close_connections
 from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, RankStatus, describe_error
 
 # The store of an elastic agent, which outlives the processes that it starts: keys of each start's own.
@@ -274,23 +273,7 @@ def _leave() -> None:
         _board.linger()
         _board.leave()
     if _is_broken or (_board is not None and _board.first is not None):
-        _hang_up()
-
-
-def _hang_up() -> None:
-    """Close torch's connections to other processes, so that what is pending on them fails now.
-
-    A collective that a stopped rank does not come to stays when its wait is given up. The destructor of gloo's group
-    waits for it, for as long as the group's limit: half an hour. The connections of Python's own sockets stay.
-    """
-    own = {each.fileno() for each in gc.get_objects() if issubclass(type(each), socket.socket)}
-    for name in os.listdir("/dev/fd"):
-        # no socket, not connected (gloo's listeners are not to be touched), or closed meanwhile
-        with contextlib.suppress(OSError):
-            if int(name) not in own:
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
-                        connection.shutdown(socket.SHUT_RDWR)
+        close_connections()
 
 
 def _forget() -> None:

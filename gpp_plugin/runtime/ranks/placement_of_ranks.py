@@ -26,6 +26,7 @@ import base64
 import contextlib
 import dataclasses
 import datetime
+import ipaddress
 import itertools
 import json
 import os
@@ -426,6 +427,13 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
         os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     )
     makes_store = own == "0" and not has_agents_store()
+    listening: int | None = None
+    if _is_loopback(where):  # one machine: nothing of the job listens to others
+        loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        if makes_store:
+            with contextlib.suppress(OSError):  # taken: by a store of this process, which torch then shares
+                listening = socket.create_server((where, int(port))).detach()
     if not makes_store:
         _await_store(where, int(port), rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     try:
@@ -437,6 +445,7 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
             datetime.timedelta(seconds=timeout_s),
             wait_for_workers=False,
             multi_tenant=True,
+            master_listen_fd=listening,
         )
     except RuntimeError as error:
         raise CommTimeout(
@@ -447,6 +456,13 @@ def _find_store(timeout_s: float) -> tuple[dist.Store, int, int]:
     if has_agents_store():
         store = store_of_start(store, rank=int(own), num_ranks=int(size), timeout_s=timeout_s)
     return store, int(own), int(size)
+
+
+def _is_loopback(where: str) -> bool:
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(where)).is_loopback
+    except OSError:
+        return False
 
 
 def _await_store(where: str, port: int, *, rank: int, num_ranks: int, timeout_s: float) -> None:

@@ -15,18 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.plan.batch_rules import batch_rules, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
 from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
-from gpp_plugin.plan.linear_order import split_by_weight
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.make import StageDraft, build_plan, split_by_weight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
-from gpp_plugin.plan.request import PlanRequest, unlimited
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
 from gpp_plugin.plan.selection import best_evaluated, join_memory
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path

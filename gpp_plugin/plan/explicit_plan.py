@@ -20,14 +20,6 @@ from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint, is_envelope
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.plan.batch_rules import (
-    BatchRules,
-    batch_rules,
-    blocks_under,
-    coupled_blocks,
-    is_under,
-    nearest_names,
-)
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import (
@@ -35,16 +27,25 @@ from gpp_plugin.plan.make import (
     build_plan,
     complete_plan,
     make_drafts,
+    pending_bytes,
     stage_edges,
     with_in_flight,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import best_optimized, best_plan, validate_for
-from gpp_plugin.plan.split_backwards import pending_bytes
+from gpp_plugin.plan.request import (
+    BatchRules,
+    PlanRequest,
+    batch_rules,
+    blocks_under,
+    coupled_blocks,
+    is_under,
+    nearest_names,
+)
+from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stage_names import find_stage, name_stages, namer_of
+from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, check_asynchronous
 
 # Micro-batch sizes by the names that a plan gives its stages (``vision_model.0-1``), applied to the finished plan.

@@ -32,21 +32,20 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     distinct_devices,
+    full_pipeline_us,
     interval_sums,
     link_for_span,
     prefix_sums,
     ring_us,
+    us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
-from gpp_plugin.plan.costs.time_formula import full_pipeline_us, us_per_sample
-from gpp_plugin.plan.linear_order import linear_order
-from gpp_plugin.plan.make import with_ranks
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.make import linear_order, with_ranks
+from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
 
 # Which stages share a node: a finished plan's stages take their ranks in another order where that is quicker.
 #

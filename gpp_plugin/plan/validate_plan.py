@@ -16,6 +16,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
+from gpp_plugin.plan.request import PlanRequest
 
 
 def validate_plan(
@@ -343,3 +344,22 @@ def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile)
                         f"stage {stage.name!r}: tensor {name!r} is dropped and blocks outside its segment use it: "
                         f"{sorted(users - set(segment.blocks))[:3]}"
                     )
+
+
+# Checks a plan against the request it is for; `validate_plan` itself needs no request and no planner.
+
+
+def validate_for(plan: PipelinePlan, request: PlanRequest) -> None:
+    """Refuse a plan that is not one of the request's graph, on its cluster, within its memory.
+
+    Raises:
+        PlanError, PlanInfeasible: as `validate_plan`.
+    """
+    validate_plan(
+        plan,
+        request.graph,
+        profile=request.profile,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        zero_stage=request.zero_stage,
+    )

@@ -30,13 +30,10 @@ from collections.abc import Callable, Iterator, Sequence
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, even_stage_counts
-from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us
 from gpp_plugin.plan.costs.estimate import task_order
-from gpp_plugin.plan.costs.time_formula import boundary_us
-from gpp_plugin.plan.linear_order import split_by_weight
-from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.make import StageDraft, split_by_weight
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 
 MAX_EXACT = 20_000

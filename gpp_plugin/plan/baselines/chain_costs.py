@@ -14,22 +14,21 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
+    boundary_us,
     interval_sums,
     link_for_span,
     prefix_sums,
     ring_us,
+    us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
-from gpp_plugin.plan.linear_order import linear_order
-from gpp_plugin.plan.make import StageDraft, build_plan, make_drafts, with_in_flight
+from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 

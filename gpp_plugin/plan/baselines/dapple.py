@@ -19,11 +19,9 @@ from collections.abc import Iterator
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
-from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, group_link, ring_us
-from gpp_plugin.plan.costs.time_formula import boundary_us
+from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, group_link, ring_us
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_STATES = 30_000

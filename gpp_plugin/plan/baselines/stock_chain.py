@@ -25,16 +25,22 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.baselines.chain_costs import as_sequential, even_stage_counts
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.linear_order import layer_bounds, linear_order, split_by_layers, split_by_weight
-from gpp_plugin.plan.make import StageDraft, build_plan, make_drafts
+from gpp_plugin.plan.make import (
+    StageDraft,
+    build_plan,
+    layer_bounds,
+    linear_order,
+    make_drafts,
+    split_by_layers,
+    split_by_weight,
+)
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.memory.operator_chain import TensorChain
 from gpp_plugin.plan.refine.degrees import choose_degrees
-from gpp_plugin.plan.request import PlanRequest, finer_advice
+from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, finer_advice
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 
 # Megatron's partition: a chain of stages with the same number of layers and the same degree each.

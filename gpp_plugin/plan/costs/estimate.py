@@ -23,8 +23,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
 from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule

@@ -38,9 +38,13 @@ from typing import NoReturn
 import numpy as np
 
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, link_for_span, ring_us
-from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    full_pipeline_us,
+    link_for_span,
+    pipelined_samples,
+    ring_us,
+)
 from gpp_plugin.plan.graphpipe.intervals import Series, StageShapes
 from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
@@ -48,8 +52,7 @@ from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules
 from gpp_plugin.plan.selection import best_evaluated, explain_infeasible, join_memory
 
 SLACK = 1.06

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import interval_bytes
 from gpp_plugin.plan.costs.memory_formula import held_bytes, micro_batches_within, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, Savings, savings_of
 from gpp_plugin.plan.refine.block_sets import bits
+from gpp_plugin.plan.request import BatchRules
 
 # Series-parallel decomposition of a block graph; graphs that have none get one.
 #

@@ -17,7 +17,6 @@ import networkx as nx
 import numpy as np
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe import search_tree
 from gpp_plugin.plan.graphpipe.intervals import (
@@ -29,7 +28,7 @@ from gpp_plugin.plan.graphpipe.intervals import (
     decompose,
     signature_of,
 )
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import BatchRules, SearchReport
 
 # Long series in fewer items: runs of blocks searched as one, and single blocks where stages were cut.
 #

@@ -15,9 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, boundary_us, us_per_sample
 from gpp_plugin.plan.graphpipe.intervals import (
     NO_LIMIT,
     Bools,
@@ -31,6 +29,7 @@ from gpp_plugin.plan.graphpipe.intervals import (
 )
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import least_added_us
+from gpp_plugin.plan.request import BatchRules
 
 # The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
 #

@@ -35,7 +35,7 @@ import numpy as np
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.make import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, optimized, plan_chain
 from gpp_plugin.plan.memory.operator_chain import Ints, PipelineShape, TensorChain

@@ -17,11 +17,18 @@ import numpy as np
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.memory.capuchin import (
+    CAPS,
+    LEAST_PRICE,
+    PRICES,
+    Segments,
+    StageChoice,
+    StageOptimizer,
+    find_segments,
+)
 from gpp_plugin.plan.memory.operator_chain import (
     GraphTensors,
     OperatorChain,
@@ -30,8 +37,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     chain_results,
     chain_tensors,
 )
-from gpp_plugin.plan.memory.recompute_menu import CAPS, LEAST_PRICE, PRICES, Segments, find_segments
-from gpp_plugin.plan.request import PlanRequest, limit_gb, rank_limit
+from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, limit_gb, rank_limit
 
 # The blocks of one stage of a graph as a chain, so that what is worked out for chains applies to any stage.
 #

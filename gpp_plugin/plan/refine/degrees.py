@@ -14,13 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, remembered, ring_us
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    Kinds,
+    link_for_span,
+    remembered,
+    ring_us,
+    us_per_sample,
+)
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest, rank_limit
 
 
 class Option(NamedTuple):
@@ -90,7 +96,6 @@ class DegreeChooser:
         self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
-        self._wishes = rules.wishes()
 
     def choose(
         self,
@@ -184,9 +189,7 @@ class DegreeChooser:
     @remembered
     def sizes(self, mask: Mask, degree: int) -> list[int]:
         """Return the micro-batch sizes a stage of that degree may have."""
-        blocks = self.sets.blocks(mask)
-        sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
-        return sorted(size for size in sizes if size is not None)
+        return self.rules.sizes(self.sets.blocks(mask), degree)
 
     def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""

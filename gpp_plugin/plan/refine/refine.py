@@ -23,10 +23,8 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import (
@@ -40,8 +38,7 @@ from gpp_plugin.plan.refine.block_sets import (
     swaps,
 )
 from gpp_plugin.plan.refine.degrees import DegreeChooser
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport
 
 SLACKS = (0.0, 0.5, 1.0)
 

@@ -41,17 +41,14 @@ from gpp_plugin.simulate.timeline_metrics import critical_path
 # Deviation: masters that move towards the sink are followed too; on a graph the sink may be on another branch.
 
 MAX_ROUNDS = 12
+"""Partitions that are simulated for their master stage."""
 MAX_RANK_TASKS = 8_000
 """Plans with more tasks, summed over ranks, are left as they are: their critical path takes too long."""
 
 
-def refine_chains(refiner: Refiner, start: Candidate, *, rounds: int = MAX_ROUNDS) -> Candidate:
-    """Return the best candidate reached from ``start`` by moves along the chains of master stages.
-
-    Args:
-        rounds: how many partitions are simulated for their master stage.
-    """
-    best, number = start, 0
+def refine_chains(refiner: Refiner, start: Candidate) -> Candidate:
+    """Return the best candidate reached from ``start`` by moves along the chains of master stages."""
+    best, number, rounds = start, 0, MAX_ROUNDS
     queue = [(start.score, number, start)]
     while queue and rounds > 0 and refiner.budget > 0:
         rounds -= 1

@@ -21,7 +21,7 @@ from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -512,8 +512,16 @@ class _Chooser:
     def _split(self) -> PipelinePlan | None:
         """Return the shortest plan under zero bubble that fits; None where none does."""
         fitter = fitter_for(self._request, self._costs)
+        candidates = []  # each with orders that take messages to be free, and not
+        for name, candidate in candidate_schedules(
+            unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight
+        ):
+            candidates.append((name, candidate))
+            linked = with_link_times(candidate, self._request.cluster)
+            if linked is not candidate:
+                candidates.append((f"{name}, its order with the links' times", linked))
         best: PipelinePlan | None = None
-        for name, candidate in self._split_candidates():
+        for name, candidate in candidates:
             fitted = fitted_split(candidate, self._request, self._costs, fitter)
             if fitted is None:
                 continue
@@ -522,15 +530,6 @@ class _Chooser:
                 note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
         return best
-
-    def _split_candidates(self) -> Iterator[tuple[str, PipelinePlan]]:
-        """Yield (name, plan under zero bubble), each with orders that take messages to be free, and not."""
-        tried = candidate_schedules(unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight)
-        for name, candidate in tried:
-            yield name, candidate
-            linked = with_link_times(candidate, self._request.cluster)
-            if linked is not candidate:
-                yield f"{name}, its order with the links' times", linked
 
     def best_k(self, ks: Iterable[int]) -> PipelinePlan:
         """Return the plan under the kFkB of the shortest step among those that fit."""
@@ -601,26 +600,23 @@ def fitted_split(
             return counted
         if fitter is None:
             return None
-        stages = [
-            _fitted(stage, pending.pending, request, costs, fitter)
-            for stage, pending in zip(plain.stages, counted.stages, strict=True)
-        ]
+        stages = []
+        for stage, pending in zip(plain.stages, counted.stages, strict=True):
+            # what the pending micro-batches leave of its ranks
+            limit = min(rank_limit(request, rank) for rank in stage.ranks)
+            limit -= pending_bytes(stage, costs, pending.pending)
+            stages.append(fitter.fitted_stage(stage, limit=limit))
         current = with_part_times(dataclasses.replace(plan, stages=tuple(stages)), costs)
     return None
 
 
 def without_memory_plans(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     """Return the plan whose stages swap and recompute nothing, with what they take and need so."""
-    return dataclasses.replace(plan, stages=tuple(_plain(stage, costs) for stage in plan.stages))
-
-
-def _plain(stage: Stage, costs: CostModel) -> Stage:
-    need = costs.memory_of(stage, stage.in_flight)
-    backward = stage.backward_us - (stage.memory.added_us if stage.memory is not None else 0.0)
-    return dataclasses.replace(stage, memory=None, pending=0, memory_bytes=need, backward_us=backward)
-
-
-def _fitted(stage: Stage, pending: int, request: PlanRequest, costs: CostModel, fitter: StageFitter) -> Stage:
-    """Return the stage fitted into what ``pending`` micro-batches leave of its ranks."""
-    limit = min(rank_limit(request, rank) for rank in stage.ranks) - pending_bytes(stage, costs, pending)
-    return fitter.fitted_stage(stage, limit=limit)
+    count = len(plan.stages)
+    added = [stage.memory.added_us if stage.memory is not None else 0.0 for stage in plan.stages]
+    return plan.with_each(
+        memory=[None] * count,
+        pending=[0] * count,
+        memory_bytes=[costs.memory_of(stage, stage.in_flight) for stage in plan.stages],
+        backward_us=[stage.backward_us - more for stage, more in zip(plan.stages, added, strict=True)],
+    )

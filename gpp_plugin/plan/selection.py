@@ -59,7 +59,6 @@ def best_plan(
     candidates: Iterable[Sequence[StageDraft]],
     *,
     planner: str,
-    notes: Sequence[str] = (),
     may_hold_more: bool = False,
 ) -> PipelinePlan | None:
     """Build every candidate, drop those without the memory, and return the quickest, or None.
@@ -91,7 +90,7 @@ def best_plan(
     if best is None:
         return None
     drafts, extra = best
-    plan = build_plan(request, drafts, planner=planner, notes=notes, costs=costs)
+    plan = build_plan(request, drafts, planner=planner, costs=costs)
     plan = plan if extra is None else with_in_flight(plan, costs, extra=extra)
     return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
 
@@ -104,7 +103,11 @@ def quickest_in_flight(
     None where not even the plan that holds what its orders ask for fits.
     """
     best: tuple[float, list[int]] | None = None
-    levels = _levels_to_sink(plan)
+    levels = [1] * len(plan.stages)  # stages on the longest way from each to a sink, both counted
+    for index in sinks_first(plan):
+        for edge in plan.edges:
+            if edge.src == index:
+                levels[index] = max(levels[index], levels[edge.dst] + 1)
     for slack in SLACKS:
         extra = [math.ceil((level - 1) * slack) for level in levels]
         held = with_in_flight(plan, costs, extra=extra)
@@ -114,16 +117,6 @@ def quickest_in_flight(
         if best is None or us < best[0]:
             best = us, extra
     return best
-
-
-def _levels_to_sink(plan: PipelinePlan) -> list[int]:
-    """Return by stage how many there are on the longest way from it to a sink, both counted."""
-    levels = [1] * len(plan.stages)
-    for index in sinks_first(plan):
-        for edge in plan.edges:
-            if edge.src == index:
-                levels[index] = max(levels[index], levels[edge.dst] + 1)
-    return levels
 
 
 def best_optimized(

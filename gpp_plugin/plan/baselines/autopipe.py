@@ -27,10 +27,12 @@ import heapq
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, even_stage_counts
-from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us
+from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, prefix_sums, remembered
 from gpp_plugin.plan.costs.estimate import task_order
 from gpp_plugin.plan.make import StageDraft, split_by_weight
 from gpp_plugin.plan.request import PlanRequest, batch_rules
@@ -59,24 +61,17 @@ class ChainSimulator:
     ) -> None:
         self.forward, self.backward = list(forward), list(backward)
         self.micro_batches, self.comm_us = micro_batches, comm_us
-        self._f, self._b = [0.0], [0.0]
-        for f, b in zip(forward, backward, strict=True):
-            self._f.append(self._f[-1] + f)
-            self._b.append(self._b[-1] + b)
-        self._known: dict[Cuts, tuple[float, int]] = {}
+        self._f: list[float] = prefix_sums(np.array(self.forward)).tolist()
+        self._b: list[float] = prefix_sums(np.array(self.backward)).tolist()
 
     def stage_times(self, cuts: Cuts) -> tuple[list[float], list[float]]:
         """Return forward and backward microseconds of every stage."""
         pairs = list(zip(cuts, cuts[1:], strict=False))
         return [self._f[e] - self._f[s] for s, e in pairs], [self._b[e] - self._b[s] for s, e in pairs]
 
+    @remembered
     def run(self, cuts: Cuts) -> tuple[float, int]:
         """Return the time of one step and the master stage."""
-        if cuts not in self._known:
-            self._known[cuts] = self._run_any(cuts)
-        return self._known[cuts]
-
-    def _run_any(self, cuts: Cuts) -> tuple[float, int]:
         p = len(cuts) - 1
         settled = SETTLED * p
         if self.micro_batches <= settled + p:

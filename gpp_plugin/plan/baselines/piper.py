@@ -31,7 +31,7 @@ from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts, Ints, SizeClasses, best_sequential
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
@@ -41,7 +41,7 @@ from gpp_plugin.plan.costs.cost_model import (
     us_per_sample,
 )
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.make import Ints, SizeClasses, StageDraft
 from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, rank_limit
 from gpp_plugin.plan.selection import explain_infeasible
 

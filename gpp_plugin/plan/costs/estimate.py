@@ -289,7 +289,14 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     several stages: there each stage would have a clock of its own.
     """
     if plan.mode == "async":
-        return _full_pipeline_us(plan, costs)
+        one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+        reduce_us = costs.reduce_times(one)
+        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
+        slowest = max(
+            us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+            for index, stage in enumerate(plan.stages)
+        )
+        return float(plan.num_micro_batches(0) * slowest)
     if plan.num_rank_tasks > MAX_RANK_TASKS and not plan.shares_ranks:
         return estimate_plan_us(plan, costs)
     return predict_iteration_us(
@@ -298,14 +305,3 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reduce_times(plan),
     )
-
-
-def _full_pipeline_us(plan: PipelinePlan, costs: CostModel) -> float:
-    one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
-    reduce_us = costs.reduce_times(one)
-    # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
-    slowest = max(
-        us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
-        for index, stage in enumerate(plan.stages)
-    )
-    return float(plan.num_micro_batches(0) * slowest)

@@ -41,9 +41,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     full_pipeline_us,
-    link_for_span,
     pipelined_samples,
-    ring_us,
 )
 from gpp_plugin.plan.graphpipe.intervals import Series, StageShapes
 from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
@@ -406,38 +404,19 @@ def make_search(
         fitter: as for `search_stages`.
         makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
-    cluster = request.cluster
-    degrees, grids = rules.degrees(), rules.grids()
-    limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
-    if request.memory_limit_bytes is not None:
-        limit = min(limit, request.memory_limit_bytes)
     # Levels count micro-batches of ``wish`` samples, one a stage on the longest path. A stage that takes more samples
     # at a time (it mixes them, or the user fixes its size) holds up its predecessors by that many more: with 64
     # samples after stages of 8, two of its own are 16 levels beside those of the path.
-    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
+    largest = max([request.loss_unit * rules.degrees()[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     to_fit = tuple(levels_to_fit(top)) if fitter is not None else ()
-    known = makers.get((wish, to_fit)) if makers is not None else None
-    if known is not None:
-        return StageSearch(root, known, top)
-    maker = TableMaker(
-        request.graph,
-        costs,
-        rules,
-        wish=wish,
-        memory_limit=limit,
-        link_us_per_byte=link_for_span(cluster, request.num_ranks).occupied_us(1.0),
-        is_gpipe=request.schedule == "gpipe",
-        reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in grids],
-        grids=grids,
-        shapes={} if shapes is None else shapes,
-        fitter=fitter,
-        levels=to_fit,
-    )
-    if makers is not None:
-        makers[wish, to_fit] = maker
-    return StageSearch(root, maker, top)
+    makers, shapes = {} if makers is None else makers, {} if shapes is None else shapes
+    if (wish, to_fit) not in makers:
+        makers[wish, to_fit] = TableMaker(
+            request, costs, rules, wish=wish, shapes=shapes, fitter=fitter, levels=to_fit
+        )
+    return StageSearch(root, makers[wish, to_fit], top)
 
 
 def _frontier(

@@ -4,7 +4,7 @@ A planner searches many times: for several numbers of stages, within memory and 
 micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_search_tree.py
+Tests: tests/plan/test_py
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import numpy as np
 
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe import search_tree
 from gpp_plugin.plan.graphpipe.intervals import (
     Component,
     Series,
@@ -190,7 +189,7 @@ class SearchTrees:
     @property
     def is_in_runs(self) -> bool:
         """Return whether the model is too long for each block to be an item."""
-        return search_tree.most_items(self._component) > search_tree.MOST_ITEMS
+        return most_items(self._component) > MOST_ITEMS
 
     def tree(self, rules: BatchRules) -> SearchTree:
         """Return the whole model's tree: blocks in runs where there are very many."""
@@ -203,7 +202,7 @@ class SearchTrees:
                     "blocks around the cuts"
                 )
                 weights = np.add(*self.costs.block_times(rules.loss_unit))
-                component = search_tree.in_runs(component, weights.tolist())
+                component = in_runs(component, weights.tolist())
             self._trees[key] = self._make(component, rules)
         return self._trees[key]
 
@@ -211,7 +210,7 @@ class SearchTrees:
         """Return the tree with single blocks where stages of ``groups`` border on each other, and runs elsewhere."""
         stage_of = {block: i for i, names in enumerate(groups) for block in self.costs.indices(names)}
         signatures = block_signatures(self.graph, self.costs, rules)
-        return self._make(search_tree.around_cuts(self._component, stage_of, signatures), rules)
+        return self._make(around_cuts(self._component, stage_of, signatures), rules)
 
     def _make(self, component: Component, rules: BatchRules) -> SearchTree:
         root = build_series(self.graph, self.costs, rules, component)
@@ -221,7 +220,7 @@ class SearchTrees:
             )
         return SearchTree(
             root=root,
-            longest=min(self._longest, search_tree.path_items(component)),
+            longest=min(self._longest, path_items(component)),
         )
 
 

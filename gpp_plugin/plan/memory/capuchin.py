@@ -276,13 +276,6 @@ class LevelSums:
         return self._time[stop] - self._time[start]
 
 
-def whole_stage(chain: TensorChain, start: int, stop: int) -> tuple[float, float, float]:
-    """Return what a stage drops and at most holds as one segment, and its time."""
-    tensors = chain.tensors
-    dropped = float(tensors.bytes[(tensors.made >= start) & (tensors.last < stop)].sum())
-    return dropped, float(chain.crossing[start]), float(chain.forward[stop] - chain.forward[start])
-
-
 def members(chain: TensorChain, segments: Iterable[tuple[int, int]]) -> Ints:
     """Return for each operator the number of its segment, or -1."""
     member = np.full(chain.num_blocks, -1, dtype=np.int64)
@@ -429,8 +422,10 @@ class StageOptimizer:
         time, net = self._sums.time_us(start, stop), self._sums.net_bytes(start, stop)
         work = self._sums.work_bytes(start, stop)
         if self.can_recompute:
-            dropped, held, again_us = whole_stage(chain, start, stop)
-            time, net = np.append(time, again_us), np.append(net, max(dropped - held, 0.0))
+            tensors = chain.tensors
+            dropped = float(tensors.bytes[(tensors.made >= start) & (tensors.last < stop)].sum())
+            time = np.append(time, float(chain.forward[stop] - chain.forward[start]))
+            net = np.append(net, max(dropped - float(chain.crossing[start]), 0.0))
             work = np.append(work, dropped)
         forward_us = chain.forward[stop] - chain.forward[start]
         largest = chain.largest_saved(start, stop)

@@ -166,8 +166,10 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     bytes_of = {kind: sum(getattr(part, name) for name in names) for kind, names in _KINDS.items()}
     largest = max(bytes_of, key=bytes_of.__getitem__)
     changes = _changes(largest, allowed)
-    if largest == "gradients and optimizer state":
-        changes.insert(0, _zero(zero_stage, stage.degree))
+    # stage 3 shares out parameters, on ranks of several stages
+    if largest == "gradients and optimizer state" and stage.degree > 1 and zero_stage < 2:
+        more = setting_of("zero_stage", zero_stage + 1)
+        changes.insert(0, f"{more}: this stage has {stage.degree} ranks to share them out")
     if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
         changes.insert(
             0, f"{setting_of('zero_stage', 3)}: ranks of several stages then hold one of them whole at a time"
@@ -175,7 +177,7 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     return (
         f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
         f"({100 * part.total / part.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
-        f"{', '.join(change for change in changes if change)}",
+        f"{', '.join(changes)}",
     )
 
 
@@ -190,12 +192,6 @@ def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
     if "swap" not in allowed:
         changes.append(setting_of("memory.swap", "auto"))
     return [*changes, "more stages"]
-
-
-def _zero(zero_stage: int, degree: int) -> str:
-    if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
-        return ""
-    return f"{setting_of('zero_stage', zero_stage + 1)}: this stage has {degree} ranks to share them out"
 
 
 FEW = 8
@@ -407,15 +403,10 @@ class StageFitter:
     def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
         """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
         module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
-        if module is None:
-            return self._choose_blocks(rows, degree, local, in_flight, limit)
-        chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
-        shape = self._shape(chain, in_flight, limit)
-        return choose_for_module(module, chain, shape, recompute=self.can_recompute, swap=self.can_swap)
-
-    def _choose_blocks(
-        self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
-    ) -> StageChoice:
+        if module is not None:
+            whole = ModuleChain(self.costs, module, rows[0], local, degree=degree)
+            shape = self._shape(whole, in_flight, limit)
+            return choose_for_module(module, whole, shape, recompute=self.can_recompute, swap=self.can_swap)
         chain = StageChain(self.everything, rows, local, degree=degree)
         optimizer = StageOptimizer(
             chain,

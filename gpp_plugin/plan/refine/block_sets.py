@@ -195,13 +195,7 @@ class BlockSets:
 
     def parts(self, mask: Mask) -> list[Mask]:
         """Return the parts of a set that nothing inside it connects."""
-        parts, rest = [], mask
-        both = [a | b for a, b in zip(self.before, self.after, strict=True)]
-        while rest:
-            part = self.reach((rest & -rest).bit_length() - 1, mask, both)
-            parts.append(part)
-            rest &= ~part
-        return parts
+        return connected_parts(mask, lambda block: (self.before[block] | self.after[block]) & mask)
 
     @remembered
     def cuts(self, mask: Mask, *, most_blocks: int) -> list[Mask]:
@@ -229,6 +223,22 @@ class BlockSets:
 def _numbered(keys: Sequence[Hashable]) -> list[int]:
     numbers: dict[Hashable, int] = {}
     return [numbers.setdefault(key, len(numbers)) for key in keys]
+
+
+def connected_parts(mask: Mask, neighbours: Callable[[int], Mask]) -> list[Mask]:
+    """Return the parts of a set that ``neighbours``, which are of the set, do not connect."""
+    parts = []
+    while mask:
+        part = frontier = mask & -mask
+        while frontier:
+            low = frontier & -frontier
+            frontier ^= low
+            fresh = neighbours(low.bit_length() - 1) & ~part
+            part |= fresh
+            frontier |= fresh
+        parts.append(part)
+        mask &= ~part
+    return parts
 
 
 def bits(mask: Mask) -> Iterator[int]:
@@ -284,6 +294,35 @@ def boundary_moves(sets: BlockSets, masks: list[Mask], i: int) -> Iterator[list[
             changed[j] = other | 1 << block
             if sets.is_acyclic(changed):
                 yield changed
+
+
+def evened_out(
+    sets: BlockSets,
+    masks: Sequence[Mask],
+    loads: Callable[[Sequence[Mask]], Sequence[float]],
+    unevenness: Callable[[Sequence[Mask]], float],
+    others: Sequence[Mask] = (),
+) -> list[Mask]:
+    """Return the stages after moves of boundary blocks that make the heaviest ones lighter.
+
+    Args:
+        unevenness: falls with each move: a sum of the loads' eighth powers, which the largest dominates.
+        others: sets that are no stages, and stay as they are.
+    """
+    best, current, fixed = unevenness(masks), list(masks), list(others)
+    for _ in range(ROUNDS):
+        own = loads(current)
+        heaviest = max(range(len(current)), key=own.__getitem__)
+        changes = boundary_moves(sets, [*current, *fixed], heaviest)
+        options = [
+            (unevenness(changed[: len(current)]), number, changed[: len(current)])
+            for number, changed in enumerate(changes)
+            if changed[len(current) :] == fixed
+        ]
+        if not options or min(options)[0] >= best * (1 - 1e-12):
+            break
+        best, _, current = min(options)
+    return current
 
 
 def swaps(sets: BlockSets, masks: list[Mask]) -> Iterator[list[Mask]]:
@@ -440,7 +479,13 @@ class Partitioner:
         distinct: dict[tuple[tuple[str, ...], ...], None] = {}
         for each in (self._reshaped(masks, count), self._chained(masks, count)):
             if each is not None:
-                even = self._evened_out(each)
+                even = evened_out(
+                    self.sets,
+                    each,
+                    lambda masks: [self.load(mask) for mask in masks],
+                    lambda masks: sum(self.load(mask) ** 8 for mask in masks),
+                    self._others(each),
+                )
                 distinct[self.ordered(even)] = None
                 for near in self._near(even) if len(self.sets.names) <= FEW_BLOCKS else ():
                     distinct[self.ordered(near)] = None
@@ -489,26 +534,6 @@ class Partitioner:
             return None
         cuts = split_by_weight([self._weights[self.sets.index[name]] for name in names], count)
         return [self.sets.mask_of(names[start:stop]) for start, stop in itertools.pairwise(cuts)]
-
-    def _evened_out(self, masks: Sequence[Mask]) -> list[Mask]:
-        """Return the stages after moves of boundary blocks that make the heaviest ones lighter."""
-        # The sum of the loads' eighth powers falls with each move, which the largest dominates.
-        best, current, others = self._unevenness(masks), list(masks), self._others(masks)
-        for _ in range(ROUNDS):
-            heaviest = max(range(len(current)), key=lambda i: self.load(current[i]))
-            changes = boundary_moves(self.sets, [*current, *others], heaviest)
-            options = [
-                (self._unevenness(changed[: len(current)]), number, changed[: len(current)])
-                for number, changed in enumerate(changes)
-                if changed[len(current) :] == others
-            ]
-            if not options or min(options)[0] >= best * (1 - 1e-12):
-                break
-            best, _, current = min(options)
-        return current
-
-    def _unevenness(self, masks: Sequence[Mask]) -> float:
-        return sum(self.load(mask) ** 8 for mask in masks)
 
     def branches(self) -> list[tuple[str, ...]]:
         """Return branches that nothing but their own blocks precedes, those with most work first.

@@ -148,7 +148,8 @@ class DegreeChooser:
                     end = used + count
                     if end > most:
                         break
-                    option = _of_count(options_of(stage, *self._span(used, end)), count)
+                    fitting = [o for o in options_of(stage, *self._span(used, end)) if o.num_ranks == count]
+                    option = min(fitting, key=lambda o: o.us_per_sample, default=None)
                     if option is None or option.us_per_sample > limit_us:
                         continue
                     key = max(slowest, option.us_per_sample), total + option.us_per_sample
@@ -297,11 +298,6 @@ class DegreeChooser:
             reduce_us=np.array(latency) * steps / request.mini_batch,
             reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
         )
-
-
-def _of_count(options: Sequence[Option], num_ranks: int) -> Option | None:
-    fitting = [option for option in options if option.num_ranks == num_ranks]
-    return min(fitting, key=lambda option: option.us_per_sample, default=None)
 
 
 def choose_degrees(

@@ -30,7 +30,7 @@ from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import (
     BlockSets,
     Mask,
-    boundary_moves,
+    evened_out,
     merged_and_cut,
     regroupings,
     reshape,
@@ -140,7 +140,11 @@ class Refiner:
             self._seen[key] = NOT_WORTH
             return None
         if slack > 0:
-            drafts = self._with_slack(masks, drafts, slack)
+            heights = self.sets.heights(masks)
+            drafts = [
+                dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
+                for draft, height in zip(drafts, heights, strict=True)
+            ]
         score = self._score(drafts)
         self._seen[key] = score
         return Candidate(
@@ -169,14 +173,6 @@ class Refiner:
             reducing = (o.us_per_sample - computing) * self.request.mini_batch
             times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing))
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
-
-    def _with_slack(
-        self, masks: Sequence[Mask], drafts: Sequence[StageDraft], slack: float
-    ) -> list[StageDraft]:
-        return [
-            dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
-            for draft, height in zip(drafts, self.sets.heights(masks), strict=True)
-        ]
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
@@ -236,23 +232,18 @@ class Refiner:
         self._cutoff_us = float("inf")
         return best
 
-    def balance(self, start: Candidate, *, rounds: int = 64) -> Candidate:
+    def balance(self, start: Candidate) -> Candidate:
         """Return the candidate reached by moves that even out the stages' times per sample, unpredicted.
 
         The p-norm of the times falls with every move, so plateaus on which several stages are the
         bottleneck (no single move shortens the step) are crossed.
         """
-        masks, best = list(start.masks), self._unevenness(start.masks, start.wish, start.way)
-        for _ in range(rounds):
-            loads = self._loads(start.wish, masks)
-            heaviest = max(range(len(masks)), key=loads.__getitem__)
-            options = [
-                (self._unevenness(changed, start.wish, start.way), n, changed)
-                for n, changed in enumerate(boundary_moves(self.sets, masks, heaviest))
-            ]
-            if not options or min(options)[0] >= best * (1 - 1e-12):
-                break
-            best, _, masks = min(options)
+        masks = evened_out(
+            self.sets,
+            start.masks,
+            lambda masks: self._loads(start.wish, masks),
+            lambda masks: self._unevenness(masks, start.wish, start.way),
+        )
         return self.with_masks(masks, start.wish, start.slack, start.way) or start
 
     def _unevenness(self, masks: Sequence[Mask], wish: int, way: int) -> float:

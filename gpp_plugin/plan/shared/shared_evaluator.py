@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.make import (
     StageDraft,
     build_plan,
@@ -151,7 +151,6 @@ class SharedEvaluator:
         self._report = SearchReport() if report is None else report
         self._known: dict[tuple[frozenset[StageDraft], bool], PipelinePlan | None] = {}
         self._refined: dict[tuple[Stage, ...], PipelinePlan] = {}
-        self._times: dict[tuple[tuple[str, ...], float, tuple[int, ...] | None], float] = {}
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
@@ -164,7 +163,10 @@ class SharedEvaluator:
         held: dict[tuple[int, ...], float] = {}
         for draft in drafts:
             if draft.ranks is not None:
-                held[draft.ranks] = held.get(draft.ranks, 0.0) + self._work_us(draft)
+                ranks = draft.ranks if self.costs.is_mixed else None
+                us = self._stage_us(draft.blocks, draft.micro_batch_size / draft.degree, ranks)
+                us *= self.request.mini_batch // draft.micro_batch_size
+                held[draft.ranks] = held.get(draft.ranks, 0.0) + us
         narrow = min(map(len, held), default=0)
         wide = [ranks for ranks in held if len(ranks) > narrow]
         loads = (
@@ -173,14 +175,9 @@ class SharedEvaluator:
         )
         return max(loads, default=0.0)
 
-    def _work_us(self, draft: StageDraft) -> float:
-        local = draft.micro_batch_size / draft.degree
-        key = draft.blocks, local, draft.ranks if self.costs.is_mixed else None
-        us = self._times.get(key)
-        if us is None:
-            us = sum(self.costs.stage_times(self.costs.indices(draft.blocks), local, draft.ranks))
-            self._times[key] = us
-        return us * (self.request.mini_batch // draft.micro_batch_size)
+    @remembered
+    def _stage_us(self, blocks: tuple[str, ...], local: float, ranks: tuple[int, ...] | None) -> float:
+        return sum(self.costs.stage_times(self.costs.indices(blocks), local, ranks))
 
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
@@ -235,21 +232,17 @@ class SharedEvaluator:
         """Return a timed plan with orders that reckon with the links where those are shorter, and, if it has few tasks,
         with what raising or lowering one in-flight count after another gains; as it is where the budget is spent.
         """
-        found = self._refined.get(best.stages)
-        if found is None:
+        key = best.stages
+        if key not in self._refined:
             if self.is_spent():
                 return best
-            found = self._refined[best.stages] = self._refine(best)
-        return found
-
-    def _refine(self, best: PipelinePlan) -> PipelinePlan:
-        linked = with_link_times(best, self.costs.cluster)
-        if linked is not best:
-            timed = self._timed(linked, is_exact=True)
-            best = (
-                timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
-            )
-        return self._with_moved_counts(best) if best.num_rank_tasks <= EXACT_TASKS else best
+            linked = with_link_times(best, self.costs.cluster)
+            timed = None if linked is best else self._timed(linked, is_exact=True)
+            if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9):
+                best = timed
+            is_small = best.num_rank_tasks <= EXACT_TASKS
+            self._refined[key] = self._with_moved_counts(best) if is_small else best
+        return self._refined[key]
 
     def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:
         """Return the plan after every change of one in-flight count that makes its step shorter."""

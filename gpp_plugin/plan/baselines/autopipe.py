@@ -117,23 +117,14 @@ class ChainSimulator:
             if moved:
                 waiting.extend(o for o in (s - 1, s + 1) if 0 <= o < p and heads[o] < len(orders[o]))
         last = max(range(p), key=lambda s: (clocks[s], s))
-        return clocks[last], self._master(previous[last], cause, p, m)
-
-    def _master(
-        self,
-        at: tuple[int, int, int] | None,
-        cause: dict[tuple[int, int, int], tuple[int, int, int] | None],
-        p: int,
-        m: int,
-    ) -> int:
-        """Return the stage with most steps of the critical path in the steady phase, the later of equals."""
-        steps = [0] * p
+        # the master has most steps of the critical path in the steady phase, the later of equals
+        steps, at = [0] * p, previous[last]
         while at is not None:
             way, stage, j = at
             is_steady = j >= p - 1 - stage if way == 0 else j <= m - (p - stage)
             steps[stage] += is_steady
             at = cause[at]
-        return max(range(p), key=lambda s: (steps[s], s))
+        return clocks[last], max(range(p), key=lambda s: (steps[s], s))
 
 
 def search_heuristic(simulator: ChainSimulator, num_stages: int) -> tuple[float, Cuts]:

@@ -106,24 +106,17 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
-    costs, rules = _costs_and_rules(request)
     report = SearchReport()
-    plan, nearest = _with_memory(request, costs, rules, report)
+    plan, nearest = _with_memory(request, report)
     if plan is None:
         explain_graph(request, nearest)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
-def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    return costs, batch_rules(request)
-
-
-def _with_memory(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, report: SearchReport
-) -> tuple[PipelinePlan | None, list[Candidate]]:
+def _with_memory(request: PlanRequest, report: SearchReport) -> tuple[PipelinePlan | None, list[Candidate]]:
     """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
-
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
     trees = SearchTrees(request.graph, costs, report)
 
     def search(changed: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
@@ -144,28 +137,23 @@ def _with_memory(
     return plan, sorted(candidates, key=lambda candidate: candidate.score)
 
 
-def _has_plan(request: PlanRequest) -> bool:
-    costs, rules = _costs_and_rules(request)
-    return _with_memory(request, costs, rules, SearchReport())[0] is not None
-
-
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
     """Say why there is no plan, and what would have one.
 
     Raises:
         PlanInfeasible: always.
     """
-    costs, rules = _costs_and_rules(request)
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     names = [block.name for block in request.graph.blocks]
     found = [[draft.blocks for draft in candidate.drafts] for candidate in nearest[:3]]
     explain_infeasible(
         request,
         costs,
-        rules,
+        batch_rules(request),
         [*found, [[name] for name in names], [names]],
         tried=[candidate.drafts for candidate in nearest],
         fitter=fitter_for(request, costs),
-        has_plan=_has_plan,
+        has_plan=lambda changed: _with_memory(changed, SearchReport())[0] is not None,
     )
 
 
@@ -341,7 +329,11 @@ def _frontiers(
             if bounds[wish] > best.us * SLACK:
                 continue
             report.begin(f"stages of {request.num_ranks} ranks, micro-batches of {wish} samples")
-            deepest = _deepest(request, wish, bounds[wish], best.us, tree.longest, ramp)
+            # the most levels with which perfectly shared work might still end within the best step known
+            deepest = tree.longest
+            if bounds[wish] > 0 and best.us != float("inf"):
+                spare = (best.us * SLACK / bounds[wish] - 1) * request.mini_batch / (ramp * wish)
+                deepest = min(deepest, 1 + int(spare))
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(
                     request, costs, rules, tree.root, wish, deepest, tree.shapes, fitter, makers
@@ -360,16 +352,6 @@ def _frontiers(
             return [partition for partition in found.values() if partition.score <= best.us * SLACK]
         best.us = min(best.us, known_us, limit * OPTIMISM if optimism < 2 else float("inf"))
         optimism += 1
-
-
-def _deepest(
-    request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int, ramp: float
-) -> int:
-    """Return the most levels with which perfectly shared work might still end within the best step known."""
-    if bound_us <= 0 or best_us == float("inf"):
-        return longest
-    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (ramp * wish)
-    return min(longest, 1 + int(spare))
 
 
 def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:

@@ -154,7 +154,8 @@ def find_segments(
     if layers:
         bounds = np.array(layer_bounds(chain.names), dtype=np.int64)
         found.append(Segments(starts=bounds[:-1], stops=bounds[1:]))
-    return _distinct(found)
+    known = {(level.starts.tobytes(), level.stops.tobytes()): level for level in found if len(level.starts)}
+    return list(known.values())
 
 
 def _trace(length: Ints, num: int) -> Segments:
@@ -168,11 +169,6 @@ def _trace(length: Ints, num: int) -> Segments:
     return Segments(
         starts=np.array(starts[::-1], dtype=np.int64), stops=np.array(stops[::-1], dtype=np.int64)
     )
-
-
-def _distinct(levels: list[Segments]) -> list[Segments]:
-    known = {(level.starts.tobytes(), level.stops.tobytes()): level for level in levels if len(level.starts)}
-    return list(known.values())
 
 
 def _windows(chain: TensorChain, window: int) -> tuple[Floats, Floats, Floats]:

@@ -417,11 +417,14 @@ class StageFitter:
         )
         choices = [optimizer.optimize(0, *chain.whole)]
         if choices[0].memory is not None:
+            # the segments of the best estimates, as intervals of the stage's chain
             excess = self._optimized_excess(rows, degree, local, in_flight, limit)
-            choices += [
-                optimizer.fitted(0, *chain.whole, segments)
-                for segments in self._best_segments(rows, local, in_flight, excess)
-            ]
+            steps, again_by = self._steps_of(rows, local)
+            us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
+            place = {row: i for i, row in enumerate(rows, 1)}
+            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist():
+                segments = sorted((place[cut[0]], place[cut[-1]] + 1) for cut in again_by[i])
+                choices.append(optimizer.fitted(0, *chain.whole, segments))
         return min(choices, key=lambda choice: choice.key)
 
     def _shape(self, chain: WholeStage, in_flight: int, limit: int) -> PipelineShape:
@@ -437,18 +440,6 @@ class StageFitter:
             schedule=self.request.schedule,
             counts=(in_flight,),
         )
-
-    def _best_segments(
-        self, rows: Rows, local: float, in_flight: int, excess: float
-    ) -> list[list[tuple[int, int]]]:
-        """Return the segments of the best estimates, as intervals of the stage's chain."""
-        steps, again_by = self._steps_of(rows, local)
-        us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
-        place = {row: i for i, row in enumerate(rows, 1)}
-        return [
-            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in again_by[i])
-            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist()
-        ]
 
     def estimated(self, plan: PipelinePlan) -> PipelinePlan:
         """Return a candidate with what it costs each stage to fit, roughly, and without saying how."""

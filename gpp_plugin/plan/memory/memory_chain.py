@@ -37,7 +37,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     chain_results,
     chain_tensors,
 )
-from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, limit_gb, rank_limit
+from gpp_plugin.plan.request import PlanRequest, batch_rules, limit_gb, rank_limit
 
 # The blocks of one stage of a graph as a chain, so that what is worked out for chains applies to any stage.
 #
@@ -113,8 +113,14 @@ class StageChain(WholeStage):
         picked = list(rows)
         self.set_times(_framed(forward[picked]), _framed(backward[picked]))
         entering = list(dict.fromkeys(r for row in rows for r in everything.entering[row]))
-        results = everything.result_sizes(local)
-        sizes = _sizes_in_stage(everything, everything.sizes(local), results, place, entering)
+        results, sizes = everything.result_sizes(local), everything.sizes(local).copy()
+        received: dict[int, list[int]] = {}
+        for r in entering:
+            received.setdefault(everything.result_tensor[r], []).append(r)
+        for t, views in received.items():  # of those received as one view, what is received
+            is_outside = t >= 0 and everything.made[t] not in place
+            if is_outside and len(views) == 1 and everything.results[views[0]][1] not in place:
+                sizes[t] = results[views[0]]
         numbers = dict.fromkeys(t for row in rows for t in everything.saved_in[row])
         self.tensors = chain_tensors(everything, numbers, sizes, place)
         self.unsaved, self.crossing = chain_results(everything, entering, results, place, len(self.names))
@@ -139,25 +145,6 @@ class StageChain(WholeStage):
 
 def _framed(values: Floats) -> Floats:
     return np.concatenate([[0.0], values, [0.0]])
-
-
-def _sizes_in_stage(
-    everything: GraphTensors,
-    sizes: Floats,
-    result_sizes: Floats,
-    place: dict[int, int],
-    entering: Sequence[int],
-) -> Floats:
-    """Return the bytes of every tensor; of those received as one view, what is received."""
-    sizes = sizes.copy()
-    received: dict[int, list[int]] = {}
-    for r in entering:
-        received.setdefault(everything.result_tensor[r], []).append(r)
-    for t, results in received.items():
-        is_outside = t >= 0 and everything.made[t] not in place
-        if is_outside and len(results) == 1 and everything.results[results[0]][1] not in place:
-            sizes[t] = result_sizes[results[0]]
-    return sizes
 
 
 BOTH = ("recompute", "swap")
@@ -297,7 +284,14 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
     best: PipelinePlan | None = None
     nearest: tuple[ChainPlan, int] | None = None
-    sizes = [size for size in rules.wishes() if _is_possible(request, rules, size, degree)]
+    groups: list[list[str]] = [[name] for name in (*sorted(rules.coupled)[:1], *rules.fixed)]
+    groups.append([request.graph.blocks[0].name])
+    # those that every stage may run, whatever it holds
+    sizes = [
+        size
+        for size in rules.wishes()
+        if all(rules.micro_batch_size(group, degree, size) == size for group in groups)
+    ]
     for size in sizes:
         found = factory.best(partition, size / degree, request.mini_batch // size)
         if not found.fits:
@@ -333,13 +327,6 @@ def _stages_and_degree(request: PlanRequest) -> tuple[int, int]:
             f"{request.num_ranks} ranks do not share out evenly to {num_stages} stages of a chain; choose a divisor"
         )
     return num_stages, request.num_ranks // num_stages
-
-
-def _is_possible(request: PlanRequest, rules: BatchRules, size: int, degree: int) -> bool:
-    """Return whether every stage may run micro-batches of ``size``: all have one size here."""
-    groups: list[list[str]] = [[name] for name in (*sorted(rules.coupled)[:1], *rules.fixed)]
-    groups.append([request.graph.blocks[0].name])
-    return all(rules.micro_batch_size(group, degree, size) == size for group in groups)
 
 
 def _to_plan(

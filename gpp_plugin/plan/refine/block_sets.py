@@ -107,7 +107,8 @@ class BlockSets:
         # change from both ends, two a round, and all of them would be half the blocks as many times.
         before = [list(bits(mask)) for mask in self.before]
         after = [list(bits(mask)) for mask in self.after]
-        kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
+        numbers: dict[Hashable, int] = {}
+        kinds = [numbers.setdefault(costs.cost_key(i), len(numbers)) for i in range(len(self.names))]
         sizes = Counter(kinds)
         around_of: dict[int, Around] = {}  # what those of a number that are not visited have around them
         changed: set[int] = set(range(len(kinds)))
@@ -218,11 +219,6 @@ class BlockSets:
                 descendants = self.reach(block, mask, self.after)
                 prefixes.extend((ancestors, mask & ~descendants))
         return [p for p in dict.fromkeys(prefixes) if p and p != mask]
-
-
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
 
 
 def connected_parts(mask: Mask, neighbours: Callable[[int], Mask]) -> list[Mask]:

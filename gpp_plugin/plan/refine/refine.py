@@ -265,16 +265,13 @@ class Refiner:
             placed = {frozenset(stage.blocks): stage.ranks for stage in plan.stages}
         else:
             placed = {}
-        return [
-            self._us_per_sample(mask, draft, placed.get(frozenset(draft.blocks)))
-            for mask, draft in zip(at.masks, at.drafts, strict=True)
-        ]
-
-    def _us_per_sample(self, mask: Mask, draft: StageDraft, ranks: Sequence[int] | None) -> float:
-        local = draft.micro_batch_size / draft.degree
-        costs = self.costs.at_tensor(draft.tensor)
-        computing = sum(costs.stage_times(self.sets.rows(mask), local, ranks))
-        return float(us_per_sample(computing, draft.micro_batch_size))
+        times = []
+        for mask, draft in zip(at.masks, at.drafts, strict=True):
+            own, local = self.costs.at_tensor(draft.tensor), draft.micro_batch_size / draft.degree
+            ranks = placed.get(frozenset(draft.blocks))
+            computing = sum(own.stage_times(self.sets.rows(mask), local, ranks))
+            times.append(float(us_per_sample(computing, draft.micro_batch_size)))
+        return times
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""

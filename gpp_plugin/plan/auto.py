@@ -278,20 +278,15 @@ def _baseline_stages(request: PlanRequest, report: SearchReport) -> Iterator[tup
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
-        if not _is_requested(baseline, request):
+        degrees, sizes = {stage.degree for stage in baseline.stages}, tensor_rules(request)
+        if (
+            any(stage.tensor not in sizes.allowed(stage.blocks) for stage in baseline.stages)
+            or request.num_stages not in (None, len(baseline.stages))
+            or (request.data_parallel is not None and degrees != {request.data_parallel})
+        ):
             logger.debug("planner %s cannot take explicit numbers of stages or ranks a stage", name)
             continue
         yield name, [StageDraft.of(stage) for stage in baseline.stages]
-
-
-def _is_requested(baseline: PipelinePlan, request: PlanRequest) -> bool:
-    """Return whether a plan has the stages and the ranks a stage that the request gives: DAPPLE's may not."""
-    degrees, sizes = {stage.degree for stage in baseline.stages}, tensor_rules(request)
-    if any(stage.tensor not in sizes.allowed(stage.blocks) for stage in baseline.stages):
-        return False
-    return request.num_stages in (None, len(baseline.stages)) and (
-        request.data_parallel is None or degrees == {request.data_parallel}
-    )
 
 
 def _baselines(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:

@@ -446,6 +446,10 @@ class CostModel:
         held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
         return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
 
+    def times_of(self, stage: Stage) -> tuple[float, float]:
+        """Return `stage_times` of a plan's stage on its ranks."""
+        return self.on(stage).stage_times(self.indices(stage.blocks), stage.local_batch_size, stage.ranks)
+
     def memory_of(self, stage: Stage, in_flight: int) -> int:
         """Return `stage_memory` of a plan's stage that holds so many micro-batches."""
         blocks, local = self.indices(stage.blocks), stage.local_batch_size
@@ -498,34 +502,23 @@ class CostModel:
             return 0.0
         return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
 
-    def stage_all_reduce_us(
-        self, blocks: Sequence[int], ranks: Sequence[int], num_micro_batches: int
-    ) -> float:
-        """Return microseconds a stage spends on reducing gradients in one mini-batch."""
-        return self.num_reductions(num_micro_batches) * self.all_reduce_us(
-            self.group_gradient_bytes(blocks), ranks
-        )
-
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
 
         Gathers of parameters (ZeRO 3) are among them. The gradient of a parameter that several stages hold is summed
         over all their ranks at the end.
         """
-        times = {
-            i: self.on(stage).stage_all_reduce_us(
-                self.indices(stage.blocks), stage.data_ranks(0), plan.num_micro_batches(i)
-            )
-            for i, stage in enumerate(plan.stages)
-        }
-        for i, stage in enumerate(plan.stages if self.zero_stage >= 3 else ()):
-            # of `num_reductions` half an all-reduce of gradients is for the all-gather behind a step
-            rows, ranks = self.indices(stage.blocks), stage.data_ranks(0)
-            is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
-            count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
-            own = self.on(stage)
-            times[i] += count * own.gather_us(rows, ranks)
-            times[i] -= own.all_reduce_us(own.group_gradient_bytes(rows), ranks) / 2
+        times: dict[int, float] = {}
+        for i, stage in enumerate(plan.stages):
+            own, rows, ranks = self.on(stage), self.indices(stage.blocks), stage.data_ranks(0)
+            once = own.all_reduce_us(own.group_gradient_bytes(rows), ranks)
+            times[i] = own.num_reductions(plan.num_micro_batches(i)) * once
+            if self.zero_stage >= 3:
+                # of `num_reductions` half an all-reduce of gradients is for the all-gather behind a step
+                is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
+                count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
+                times[i] += count * own.gather_us(rows, ranks)
+                times[i] -= once / 2
         for number, (blocks, _) in enumerate(self._tied):
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:

@@ -654,5 +654,4 @@ def _run_again(stage: Stage, costs: CostModel, module: ModuleMemory | None) -> S
     memory = whole_again(module, local=local, in_flight=stage.in_flight, forward_us=stage.forward_us)
     if memory is None:
         return stage
-    backward_us = costs.on(stage).stage_times(costs.indices(stage.blocks), local, stage.ranks)[1]
-    return dataclasses.replace(stage, memory=memory, backward_us=backward_us + memory.added_us)
+    return dataclasses.replace(stage, memory=memory, backward_us=costs.times_of(stage)[1] + memory.added_us)

@@ -284,15 +284,11 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
     best: PipelinePlan | None = None
     nearest: tuple[ChainPlan, int] | None = None
-    groups: list[list[str]] = [[name] for name in (*sorted(rules.coupled)[:1], *rules.fixed)]
-    groups.append([request.graph.blocks[0].name])
     # those that every stage may run, whatever it holds
-    sizes = [
-        size
-        for size in rules.wishes()
-        if all(rules.micro_batch_size(group, degree, size) == size for group in groups)
-    ]
-    for size in sizes:
+    names = [*sorted(rules.coupled)[:1], *rules.fixed, request.graph.blocks[0].name]
+    for size in rules.wishes():
+        if any(rules.micro_batch_size([name], degree, size) != size for name in names):
+            continue
         found = factory.best(partition, size / degree, request.mini_batch // size)
         if not found.fits:
             if nearest is None or found.key < nearest[0].key:

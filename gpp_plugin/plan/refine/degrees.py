@@ -92,7 +92,6 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds, int], _Sizing] = {}
         self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
@@ -262,10 +261,7 @@ class DegreeChooser:
         """Return every degree of a stage at a tensor size with its time."""
         costs = self.costs.at_tensor(tensor)
         fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
-        key = wish, bool(self._coupled & mask), fixed, kinds, tensor
-        sizing = self._sizings.get(key)
-        if sizing is None:
-            sizing = self._sizings[key] = self._make_sizing(mask, wish, tensor, *kinds)
+        sizing = self._sizing(wish, bool(self._coupled & mask), fixed, kinds, tensor)
         rows = np.array(self.sets.rows(mask))
         gradient = costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
@@ -275,14 +271,17 @@ class DegreeChooser:
         times = us.tolist(), forward.tolist(), backward.tolist()
         return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
 
-    def _make_sizing(self, mask: Mask, wish: int, tensor: int, kind: int | None = None) -> _Sizing:
-        request, costs, blocks = self.request, self.costs.at_tensor(tensor), self.sets.blocks(mask)
-        found = [
-            (degree, size)
-            for degree, of_grid in self.rules.grids()
-            if of_grid == tensor and (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
-        ]
-        times = [costs.block_times(size // degree, kind) for degree, size in found]
+    @remembered
+    def _sizing(
+        self, wish: int, is_coupled: bool, fixed: tuple[int, ...], kinds: Kinds, tensor: int
+    ) -> _Sizing:
+        request, costs = self.request, self.costs.at_tensor(tensor)
+        found = []
+        for degree, of_grid in self.rules.grids() if len(fixed) < 2 else ():
+            size = self.rules.size_of(fixed[0] if fixed else None, is_coupled, degree, wish)
+            if of_grid == tensor and size is not None:
+                found.append((degree, size))
+        times = [costs.block_times(size // degree, *kinds) for degree, size in found]
         shape = (len(found), len(costs.index))
         links = [link_for_span(request.cluster, degree * tensor) for degree, _ in found]
         # An all-reduce is latency and bytes: the first is what one without bytes takes.

@@ -16,8 +16,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
-from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
+from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, search_stages
 from gpp_plugin.plan.make import StageDraft, build_plan, split_by_weight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.block_sets import Mask, bits

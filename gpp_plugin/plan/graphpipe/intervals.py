@@ -44,7 +44,7 @@ class Component:
     """A node of the series-parallel tree.
 
     Args:
-        kind: ``block``, ``series`` or ``parallel``; ``run``: blocks in a row that are taken as one (`search_tree`).
+        kind: ``block``, ``series`` or ``parallel``; ``run``: blocks in a row that are taken as one (`in_runs`).
         blocks: positions of its blocks in the graph, increasing.
         children: in order for a series; none for a block.
     """

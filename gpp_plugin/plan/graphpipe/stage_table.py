@@ -401,10 +401,10 @@ class TableMaker:
         """Return the table of a series' intervals, or of stages that hold whole branches: a row, a column a state."""
         if id(item) not in self._tables:
             if id(item) not in self.shapes:
-                is_series = isinstance(item, Series)
-                self.shapes[id(item)] = (
-                    series_shapes(item, self.costs) if is_series else bin_shapes(item, self.costs)
-                )
+                if isinstance(item, Series):
+                    self.shapes[id(item)] = series_shapes(item, self.costs)
+                else:
+                    self.shapes[id(item)] = bin_shapes(item, self.costs)
             self._tables[id(item)] = self._make(self.shapes[id(item)])
         return self._tables[id(item)]
 

@@ -76,7 +76,7 @@ def _put(path: Path, text: str, *, write: bool) -> bool:
 
 def configuration_page() -> str:
     """Return the reference of the ``graph_pipeline`` block."""
-    from gpp_plugin.commands.plan_command import KEYS as PLAN_KEYS
+    from gpp_plugin.commands.command_parser import plan_keys
     from gpp_plugin.config.block import GraphPipelineConfig
     from gpp_plugin.config.key_names import all_keys
 
@@ -107,7 +107,7 @@ def configuration_page() -> str:
         "| key | in the DeepSpeed JSON | `gpp plan` | `gpp_plugin.api` |",
         "|---|---|---|---|",
     ]
-    for key in (keys[path] for path in PLAN_KEYS):
+    for key in (keys[path] for path in plan_keys()):
         lines.append(
             f"| `{key.path}` | {key.json if ' ' in key.json else f'`{key.json}`'} | `{key.option}` | `{key.argument}` |"
         )

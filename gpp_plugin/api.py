@@ -52,8 +52,8 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan
 from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import validate_for
 from gpp_plugin.plan.shared.share_ranks import share_ranks
+from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
 from gpp_plugin.report.plan_text import format_plan

@@ -27,7 +27,7 @@ from gpp_benchmarks._oracle import all_partitions, random_dag, random_request
 from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.cost_model import with_link_times
+from gpp_plugin.plan.make import with_link_times
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks

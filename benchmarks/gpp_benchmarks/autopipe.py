@@ -27,11 +27,10 @@ from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.baselines.autopipe import search_exact, search_heuristic, simulator_of
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.report.rows_text import format_rows
 
 

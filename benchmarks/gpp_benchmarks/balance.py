@@ -28,7 +28,7 @@ from gpp_plugin.data import pack
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.unit_order import MiniBatchTimes, order_units
+from gpp_plugin.plan.costs.planned_lengths import MiniBatchTimes, order_units
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 IMAGE_TOKENS = 144

@@ -37,7 +37,7 @@ from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pip
 from gpp_plugin.plan.baselines.vpipe import partition_vpipe
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.make import layer_bounds
 from gpp_plugin.plan.memory.dawnpiper import partition_chain
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, OptimizerFactory, Partition
 from gpp_plugin.plan.memory.operator_chain import OperatorChain

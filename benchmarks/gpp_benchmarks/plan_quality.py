@@ -36,12 +36,11 @@ from gpp_benchmarks._oracle import (
 from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, unlimited
+from gpp_plugin.plan.request import PlanRequest, batch_rules, unlimited
 from gpp_plugin.report.rows_text import format_rows
 
 TOLERANCE = 1e-6

@@ -40,12 +40,11 @@ from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.rows_text import LINES, RowsChart, format_rows
 

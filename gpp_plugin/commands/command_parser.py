@@ -11,6 +11,7 @@ from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.report.units import screen_columns
 
 if TYPE_CHECKING:  # `gpp --help` needs no schema
+    from gpp_plugin.config.block import PlanOptions
     from gpp_plugin.config.key_names import CommandNames, SchemaKey
 
 LIST_METAVAR = ",..."
@@ -160,6 +161,18 @@ def command_names(args: argparse.Namespace) -> CommandNames:
     from gpp_plugin.config.key_names import CommandNames
 
     return CommandNames(options=args.named, written=args.spelled)
+
+
+def plan_keys() -> tuple[str, ...]:
+    """Return the keys of the schema on which plans depend: each is an option of `gpp plan`."""
+    from gpp_plugin.config.key_names import all_keys
+
+    return tuple(path for path, key in all_keys().items() if key.extra.get("plans"))
+
+
+def plan_choices(options: PlanOptions) -> dict[str, Any]:
+    """Return the planner, order, slices and transport of the options, as `api.plan_for` takes them."""
+    return {name: getattr(options, name) for name in ("planner", "schedule", "slicing", "p2p")}
 
 
 class _KeyOption(argparse.Action):

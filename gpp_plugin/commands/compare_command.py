@@ -12,10 +12,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpp_plugin.api import make_request
-from gpp_plugin.commands.command_parser import add_keys, add_size, command_names, read_sizes
-from gpp_plugin.commands.plan_command import KEYS as PLAN_KEYS
-from gpp_plugin.commands.plan_command import plan_with
+from gpp_plugin.api import make_request, plan_for
+from gpp_plugin.commands.command_parser import (
+    add_keys,
+    add_size,
+    command_names,
+    plan_choices,
+    plan_keys,
+    read_sizes,
+)
 from gpp_plugin.compare.compare_settings import (
     GRAPH,
     MODES,
@@ -34,8 +39,7 @@ from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import cluster_names
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plan.request import PlanRequest, searching
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
@@ -189,7 +193,9 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
             progress.note(mode)
 
         with searching(lambda phase: progress.note(f"{mode_at[0]}, {phase}")):
-            rows = simulate_modes(request, modes, functools.partial(plan_with, options), tell=begin)
+            rows = simulate_modes(
+                request, modes, functools.partial(plan_for, **plan_choices(options)), tell=begin
+            )
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
     print(f"\n{format_modes(rows, _SIMULATED)}")
@@ -279,7 +285,7 @@ def options_again(args: argparse.Namespace, command: str) -> str:
     ' --devices 8 --cluster summit --mini-batch 64 --size branches=2'
     """
     is_plan = command == "gpp plan"
-    names = CommandNames(options=PLAN_KEYS if is_plan else KEYS)
+    names = CommandNames(options=plan_keys() if is_plan else KEYS)
     simulated = () if is_plan else ("cluster", "dtype")
     keys = {"num_devices": _DEFAULTS["num_devices"], **args.keys}
     words = [names.setting(path, value) for path, value in keys.items() if path not in simulated]

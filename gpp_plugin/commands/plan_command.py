@@ -16,12 +16,14 @@ from gpp_plugin.commands.command_parser import (
     columns_of,
     command_names,
     list_of,
+    plan_choices,
+    plan_keys,
     read_sizes,
 )
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
 from gpp_plugin.compare.simulated import simulate_modes, simulated_row
 from gpp_plugin.config.block import PlanOptions
-from gpp_plugin.config.key_names import all_keys, name_of, place_of, use_names
+from gpp_plugin.config.key_names import name_of, place_of, use_names
 from gpp_plugin.config.reader import read_options
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -34,8 +36,7 @@ from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plan.request import PlanRequest, searching
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table, printable
@@ -44,8 +45,6 @@ LONG_SECONDS = 5.0
 """Planning that takes longer is not done again for a chain, unless `--against` names it."""
 CHAINED = ("auto", "graphpipe")
 """Planners that make the best chain where they made the plan; `auto` makes it for others."""
-KEYS = tuple(path for path, key in all_keys().items() if key.extra.get("plans"))
-"""Keys of the schema on which plans depend: each has an option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a HuggingFace config.json or its directory, a configuration that comes with gpp "
         f"({', '.join(config_names())}), or a library model ({', '.join(MODELS)})",
     )
-    add_keys(parser, KEYS, names={"cluster": cluster_names()})
+    add_keys(parser, plan_keys(), names={"cluster": cluster_names()})
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     add_size(parser)
     parser.add_argument(
@@ -101,7 +100,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         request = _request(args)
     start = time.perf_counter()
     with step("plan") as progress, searching(progress.note):
-        plan = plan_with(options, request)
+        plan = plan_for(request, **plan_choices(options))
     seconds = time.perf_counter() - start
     against, lines = _against(args.against, options, request, plan, seconds)
     print(format_plan(plan, width=columns_of(args)))
@@ -149,12 +148,6 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
         "on_paper": papers,
     }
-
-
-def plan_with(options: PlanOptions, request: PlanRequest) -> PipelinePlan:
-    """Return the plan with the planner, order, slices and transport of the options."""
-    names = ("planner", "schedule", "slicing", "p2p")
-    return plan_for(request, **{name: getattr(options, name) for name in names})
 
 
 def _layer(model: str, options: PlanOptions) -> LayerShape:

@@ -24,7 +24,7 @@ from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
-from gpp_plugin.plan.linear_order import linear_order
+from gpp_plugin.plan.make import linear_order
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, rank_limit, unlimited
 

@@ -80,8 +80,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.model.generation.generator import NOTHING_GENERATED, Generator
 from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
-from gpp_plugin.plan.unit_order import UnitOrder, unit_costs
 from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys

@@ -72,7 +72,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.explicit_plan import FixedStage
-from gpp_plugin.plan.search_report import searching
+from gpp_plugin.plan.request import searching
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device

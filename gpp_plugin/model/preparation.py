@@ -33,7 +33,6 @@ from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.materialize import materialize_parameters
-from gpp_plugin.plan.batch_rules import blocks_under, coupled_blocks
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
@@ -45,9 +44,9 @@ from gpp_plugin.plan.explicit_plan import (
     resize_stages,
     stage_sizes,
 )
-from gpp_plugin.plan.memory.full_recompute import recompute_fully
+from gpp_plugin.plan.memory.fitting import recompute_fully
 from gpp_plugin.plan.registry import make_plan, request_for
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.plugins import find_schedule

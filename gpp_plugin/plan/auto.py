@@ -15,18 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.plan.batch_rules import batch_rules, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.graphpipe.graphpipe import explain_graph, search_stages
-from gpp_plugin.plan.graphpipe.search_tree import SearchTrees
-from gpp_plugin.plan.linear_order import split_by_weight
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, search_stages
+from gpp_plugin.plan.make import StageDraft, build_plan, split_by_weight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
-from gpp_plugin.plan.request import PlanRequest, unlimited
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
 from gpp_plugin.plan.selection import best_evaluated, join_memory
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
@@ -44,17 +40,14 @@ from gpp_plugin.simulate.timeline_metrics import critical_path
 # Deviation: masters that move towards the sink are followed too; on a graph the sink may be on another branch.
 
 MAX_ROUNDS = 12
+"""Partitions that are simulated for their master stage."""
 MAX_RANK_TASKS = 8_000
 """Plans with more tasks, summed over ranks, are left as they are: their critical path takes too long."""
 
 
-def refine_chains(refiner: Refiner, start: Candidate, *, rounds: int = MAX_ROUNDS) -> Candidate:
-    """Return the best candidate reached from ``start`` by moves along the chains of master stages.
-
-    Args:
-        rounds: how many partitions are simulated for their master stage.
-    """
-    best, number = start, 0
+def refine_chains(refiner: Refiner, start: Candidate) -> Candidate:
+    """Return the best candidate reached from ``start`` by moves along the chains of master stages."""
+    best, number, rounds = start, 0, MAX_ROUNDS
     queue = [(start.score, number, start)]
     while queue and rounds > 0 and refiner.budget > 0:
         rounds -= 1
@@ -284,20 +277,15 @@ def _baseline_stages(request: PlanRequest, report: SearchReport) -> Iterator[tup
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
-        if not _is_requested(baseline, request):
+        degrees, sizes = {stage.degree for stage in baseline.stages}, tensor_rules(request)
+        if (
+            any(stage.tensor not in sizes.allowed(stage.blocks) for stage in baseline.stages)
+            or request.num_stages not in (None, len(baseline.stages))
+            or (request.data_parallel is not None and degrees != {request.data_parallel})
+        ):
             logger.debug("planner %s cannot take explicit numbers of stages or ranks a stage", name)
             continue
         yield name, [StageDraft.of(stage) for stage in baseline.stages]
-
-
-def _is_requested(baseline: PipelinePlan, request: PlanRequest) -> bool:
-    """Return whether a plan has the stages and the ranks a stage that the request gives: DAPPLE's may not."""
-    degrees, sizes = {stage.degree for stage in baseline.stages}, tensor_rules(request)
-    if any(stage.tensor not in sizes.allowed(stage.blocks) for stage in baseline.stages):
-        return False
-    return request.num_stages in (None, len(baseline.stages)) and (
-        request.data_parallel is None or degrees == {request.data_parallel}
-    )
 
 
 def _baselines(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:

@@ -4,6 +4,9 @@ Candidates are the same for all stages: 1F1B, kFkB, GPipe, greedy, and 1F1B with
 hides messages behind computation where links are slow (Table 2 assumes that they take no time). Zero bubble
 is tried only on request: with 1F1B's in-flight counts, and with the first stage's on every
 stage where memory allows. The warm-up of the best candidate is then sliced, if that is shorter.
+
+Source: Zero Bubble (arXiv 2401.10241), section 2 (what W keeps); this project (with swap and recompute)
+Tests: tests/plan/test_schedules.py
 """
 
 from __future__ import annotations
@@ -20,20 +23,19 @@ from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.plan.batch_rules import coupled_blocks
-from gpp_plugin.plan.costs.cost_model import CostModel, with_link_times
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
-from gpp_plugin.plan.memory.fitting import fitter_for
-from gpp_plugin.plan.request import PlanRequest, rank_limit
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.make import (
+    has_split_times,
+    pending_bytes,
+    with_link_times,
+    with_part_times,
+    with_pending,
+)
+from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
-from gpp_plugin.plan.split_backwards import (
-    fitted_split,
-    has_split_times,
-    with_part_times,
-    without_memory_plans,
-)
 from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.event_loop import Durations
@@ -360,7 +362,7 @@ def first_schedule(schedule: str) -> str:
 #
 # Planners choose stages under 1F1B (or GPipe, which holds more); here the finished plan's stages get their
 # schedule and in-flight counts, within the memory its ranks have. Stages that swap or recompute keep the planner's
-# order, which that was made for, or run zero bubble, for which it is made anew (`split_backwards`).
+# order, which that was made for, or run zero bubble, for which it is made anew (`fitted_split`).
 
 LARGEST_K = 8
 
@@ -510,8 +512,16 @@ class _Chooser:
     def _split(self) -> PipelinePlan | None:
         """Return the shortest plan under zero bubble that fits; None where none does."""
         fitter = fitter_for(self._request, self._costs)
+        candidates = []  # each with orders that take messages to be free, and not
+        for name, candidate in candidate_schedules(
+            unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight
+        ):
+            candidates.append((name, candidate))
+            linked = with_link_times(candidate, self._request.cluster)
+            if linked is not candidate:
+                candidates.append((f"{name}, its order with the links' times", linked))
         best: PipelinePlan | None = None
-        for name, candidate in self._split_candidates():
+        for name, candidate in candidates:
             fitted = fitted_split(candidate, self._request, self._costs, fitter)
             if fitted is None:
                 continue
@@ -520,15 +530,6 @@ class _Chooser:
                 note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
         return best
-
-    def _split_candidates(self) -> Iterator[tuple[str, PipelinePlan]]:
-        """Yield (name, plan under zero bubble), each with orders that take messages to be free, and not."""
-        tried = candidate_schedules(unsliced(self._plan), (SPLIT,), most_in_flight=self._most_in_flight)
-        for name, candidate in tried:
-            yield name, candidate
-            linked = with_link_times(candidate, self._request.cluster)
-            if linked is not candidate:
-                yield f"{name}, its order with the links' times", linked
 
     def best_k(self, ks: Iterable[int]) -> PipelinePlan:
         """Return the plan under the kFkB of the shortest step among those that fit."""
@@ -555,3 +556,67 @@ class _Chooser:
     def _with_memory(self, plan: PipelinePlan) -> PipelinePlan:
         needs = [self._costs.memory_of(stage, stage.in_flight) for stage in plan.stages]
         return plan.with_each(memory_bytes=needs)
+
+
+# Zero bubble on a plan: what its order leaves pending counts, and stages swap and recompute where it does not fit.
+#
+# A micro-batch of a split backward is in flight until its weight gradient is made (W). Up to its input gradient (I) it
+# holds what its forward saved; from there on also the gradients that arrived at operators with parameters, which W
+# reads. So a stage of c micro-batches in flight, p of them pending at a time, needs what c whole backwards need, and p
+# times these gradients. How many are pending only the order says:
+#
+#     F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3        in flight 3 (before W0), pending 2 (behind I1)
+#
+# A stage that does not fit is fitted into what those gradients leave of its rank (`memory.fitting`). That makes both
+# parts of its backward longer (`with_part_times`), which may change the order, and with it what is pending: so orders
+# are made again, at most `ROUNDS` times, and the plan counts with the last.
+
+ROUNDS = 3
+"""Orders that are made of one plan at most."""
+
+
+def fitted_split(
+    plan: PipelinePlan, request: PlanRequest, costs: CostModel, fitter: StageFitter | None
+) -> PipelinePlan | None:
+    """Return a plan of split backwards with the memory its order needs, and memory plans where stages need them.
+
+    None where it does not fit, or cannot run with its in-flight counts.
+
+    Args:
+        plan: its stages have ranks of their own; memory plans it has are made anew.
+        fitter: makes stages fit; None: such plans are left out.
+    """
+    forward_only = forward_only_stages(plan)
+    plain = without_memory_plans(plan, costs)
+    current = with_part_times(plain, costs)
+    for _ in range(ROUNDS):
+        try:
+            schedules = build_schedules(current, forward_only_stages=forward_only)
+        except (ScheduleError, PlanError) as error:
+            logger.debug("split backwards: %s", error)
+            return None
+        counted = with_pending(current, costs, schedules)
+        if memory_excess(request, counted)[0] <= 0:
+            return counted
+        if fitter is None:
+            return None
+        stages = []
+        for stage, pending in zip(plain.stages, counted.stages, strict=True):
+            # what the pending micro-batches leave of its ranks
+            limit = min(rank_limit(request, rank) for rank in stage.ranks)
+            limit -= pending_bytes(stage, costs, pending.pending)
+            stages.append(fitter.fitted_stage(stage, limit=limit))
+        current = with_part_times(dataclasses.replace(plan, stages=tuple(stages)), costs)
+    return None
+
+
+def without_memory_plans(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan whose stages swap and recompute nothing, with what they take and need so."""
+    count = len(plan.stages)
+    added = [stage.memory.added_us if stage.memory is not None else 0.0 for stage in plan.stages]
+    return plan.with_each(
+        memory=[None] * count,
+        pending=[0] * count,
+        memory_bytes=[costs.memory_of(stage, stage.in_flight) for stage in plan.stages],
+        backward_us=[stage.backward_us - more for stage, more in zip(plan.stages, added, strict=True)],
+    )

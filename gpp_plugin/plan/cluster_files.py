@@ -78,11 +78,13 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
     """Return the description that `read_cluster` makes the same cluster of."""
     devices: list[dict[str, Any]] = []
     for device in cluster.devices:
+        # by type, that which counts first; one number where only that is known
+        peaks = sorted(device.peaks, key=lambda peak: peak[0] != device.dtype)
         entry = {
             "name": device.name,
             "count": 1,
             "memory_gb": device.memory_bytes / 1e9,
-            "tflops": _described_peaks(device),
+            "tflops": {dtype: peak / 1e12 for dtype, peak in peaks} or device.flops_per_s / 1e12,
             "memory_gb_per_s": device.memory_bytes_per_s / 1e9,
             "efficiency": device.efficiency,
             "launch_us": device.launch_us,
@@ -103,12 +105,6 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
         for link in cluster.links
     ]
     return {"name": cluster.name, "devices": devices, "links": links}
-
-
-def _described_peaks(device: Device) -> dict[str, float] | float:
-    """Return the peaks by type, that which counts first; one number where only that is known."""
-    first = sorted(device.peaks, key=lambda peak: peak[0] != device.dtype)
-    return {dtype: peak / 1e12 for dtype, peak in first} or device.flops_per_s / 1e12
 
 
 def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | None) -> Cluster:

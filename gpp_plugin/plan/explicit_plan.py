@@ -20,31 +20,31 @@ from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint, is_envelope
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.plan.batch_rules import (
-    BatchRules,
-    batch_rules,
-    blocks_under,
-    coupled_blocks,
-    is_under,
-    nearest_names,
-)
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import (
-    StageDraft,
     build_plan,
     complete_plan,
     make_drafts,
+    pending_bytes,
     stage_edges,
     with_in_flight,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.selection import best_optimized, best_plan, validate_for
-from gpp_plugin.plan.split_backwards import pending_bytes
+from gpp_plugin.plan.request import (
+    BatchRules,
+    PlanRequest,
+    batch_rules,
+    blocks_under,
+    coupled_blocks,
+    is_under,
+    nearest_names,
+)
+from gpp_plugin.plan.selection import best_optimized, best_plan
 from gpp_plugin.plan.stage_names import find_stage, name_stages, namer_of
+from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, check_asynchronous
 
 # Micro-batch sizes by the names that a plan gives its stages (``vision_model.0-1``), applied to the finished plan.
@@ -117,19 +117,16 @@ def resize_stages(plan: PipelinePlan, request: PlanRequest, sizes: Mapping[str, 
                 raise PlanError(
                     f"stage {stage.name!r} of {stage.degree} ranks cannot take {size} samples at a time: it {why}"
                 )
-        forward, backward = costs.on(stage).stage_times(
-            costs.indices(stage.blocks), size / stage.degree, stage.ranks
-        )
-        stages.append(
-            dataclasses.replace(stage, micro_batch_size=size, forward_us=forward, backward_us=backward)
-        )
-    resized = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)), costs)
+        resized = dataclasses.replace(stage, micro_batch_size=size)
+        forward, backward = costs.times_of(resized)
+        stages.append(dataclasses.replace(resized, forward_us=forward, backward_us=backward))
+    plan = with_in_flight(dataclasses.replace(plan, stages=tuple(stages)), costs)
     fitter = fitter_for(request, costs)
     if fitter is not None:
-        resized = fitter.fitted(resized)
-    resized = complete_plan(resized, request.graph, request.profile)
-    validate_for(resized, request)
-    return resized
+        plan = fitter.fitted(plan)
+    plan = complete_plan(plan, request.graph, request.profile)
+    validate_for(plan, request)
+    return plan
 
 
 # Makes an asynchronous plan of one that was planned to step once a mini-batch.
@@ -174,12 +171,8 @@ def _fitted(plan: PipelinePlan, index: int, costs: CostModel, fitter: StageFitte
     """Return a stage with its times and memory, and with what makes it fit."""
     stage = plan.stages[index]
     held = costs.memory_of(stage, stage.in_flight)
-    rows, local = costs.indices(stage.blocks), stage.local_batch_size
-    costs = costs.on(stage)
-    stashed = costs.stashed_bytes(rows, plan.num_versions(index))
-    stage = dataclasses.replace(
-        stage, backward_us=costs.stage_times(rows, local, stage.ranks)[1], memory_bytes=held + stashed
-    )
+    stashed = costs.on(stage).stashed_bytes(costs.indices(stage.blocks), plan.num_versions(index))
+    stage = dataclasses.replace(stage, backward_us=costs.times_of(stage)[1], memory_bytes=held + stashed)
     return stage if fitter is None else fitter.fitted_stage(stage, stashed_bytes=stashed)
 
 
@@ -221,7 +214,15 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     stages = _with_names(stages, request.graph)
     rules = _rules(stages, request)
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    candidates = [drafts for wish in rules.wishes() if (drafts := _drafts(stages, rules, wish)) is not None]
+    groups, degrees = [stage.blocks for stage in stages], [stage.degree for stage in stages]
+    candidates = [
+        [
+            dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
+            for draft, stage in zip(drafts, stages, strict=True)
+        ]
+        for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.wishes())
+        if drafts is not None
+    ]
     if not candidates:
         _explain_memory(stages, rules)
     plan = best_plan(request, costs, candidates, planner=EXPLICIT)
@@ -275,19 +276,13 @@ def _rules(stages: Sequence[FixedStage], request: PlanRequest) -> BatchRules:
                 f"{rules.mini_batch}; choose a divisor"
             )
         fixed.update(dict.fromkeys(stage.blocks, size))
-    # an explicit size of a stage wins over the wish to keep units, never over what mixes samples
+    return _with_fixed(rules, fixed, request)
+
+
+def _with_fixed(rules: BatchRules, fixed: dict[str, int], request: PlanRequest) -> BatchRules:
+    """Return the rules with explicit sizes: they win over the wish to keep units, never over what mixes samples."""
     coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
     return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
-
-
-def _drafts(stages: Sequence[FixedStage], rules: BatchRules, wish: int) -> list[StageDraft] | None:
-    drafts = make_drafts(rules, [stage.blocks for stage in stages], [stage.degree for stage in stages], wish)
-    if drafts is None:
-        return None
-    return [
-        dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
-        for draft, stage in zip(drafts, stages, strict=True)
-    ]
 
 
 def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
@@ -448,9 +443,9 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     stages = []
     for index, stage in enumerate(plan.stages):
-        rows, local = costs.indices(stage.blocks), stage.local_batch_size
-        forward, backward = costs.on(stage).stage_times(rows, local, stage.ranks)
-        memory = costs.memory_of(stage, stage.in_flight)
+        forward, backward = costs.times_of(stage)
+        memory = costs.memory_of(stage, stage.in_flight) + pending_bytes(stage, costs, stage.pending)
+        memory += costs.on(stage).stashed_bytes(costs.indices(stage.blocks), plan.num_versions(index))
         stages.append(
             dataclasses.replace(
                 stage,
@@ -459,9 +454,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
                 half_forward_us=0.0,
                 input_gradient_us=0.0,
                 weight_gradient_us=0.0,
-                memory_bytes=memory
-                + costs.on(stage).stashed_bytes(rows, plan.num_versions(index))
-                + pending_bytes(stage, costs, stage.pending),
+                memory_bytes=memory,
             )
         )
     reckoned = {(edge.src, edge.dst): (edge.message_us, edge.gradient_us) for edge in plan.edges}
@@ -578,9 +571,7 @@ def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list
                     f"does not divide the mini-batch of {rules.mini_batch}"
                 )
             fixed.update(dict.fromkeys(group, stage["micro_batch_size"]))
-    # an explicit size here wins over the wish to keep units, never over operators that mix samples
-    coupled = (rules.coupled - fixed.keys()) | coupled_blocks(request.graph)
-    return dataclasses.replace(rules, fixed=fixed, coupled=coupled)
+    return _with_fixed(rules, fixed, request)
 
 
 def _explicit_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:

@@ -32,21 +32,21 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     distinct_devices,
+    full_pipeline_us,
     interval_sums,
     link_for_span,
     prefix_sums,
+    remembered,
     ring_us,
+    us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
-from gpp_plugin.plan.costs.time_formula import full_pipeline_us, us_per_sample
-from gpp_plugin.plan.linear_order import linear_order
-from gpp_plugin.plan.make import with_ranks
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.make import linear_order, with_ranks
+from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
 
 # Which stages share a node: a finished plan's stages take their ranks in another order where that is quicker.
 #
@@ -74,7 +74,9 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
     Nothing is exchanged where all ranks are alike and joined by one level of links, or where stages share ranks.
     """
-    if len(plan.stages) < 2 or plan.shares_ranks or not _has_places(plan, request):
+    # it matters on which ranks a stage is, and few enough tasks are to be simulated
+    is_placed = min(link.span for link in request.cluster.links) < plan.num_ranks or request.cluster.is_mixed
+    if len(plan.stages) < 2 or plan.shares_ranks or not is_placed or plan.num_rank_tasks > MAX_RANK_TASKS:
         return plan
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     first_us = plan.iteration_us or evaluate_us(plan, costs)
@@ -104,12 +106,6 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     return dataclasses.replace(best, notes=(*best.notes, note))
 
 
-def _has_places(plan: PipelinePlan, request: PlanRequest) -> bool:
-    """Return whether it matters on which ranks a stage is, and few enough tasks are to be simulated."""
-    spans = [link.span for link in request.cluster.links]
-    return plan.num_rank_tasks <= MAX_RANK_TASKS and (min(spans) < plan.num_ranks or request.cluster.is_mixed)
-
-
 def _exchanged(plan: PipelinePlan, costs: CostModel) -> Iterator[list[tuple[int, ...]]]:
     """Yield the ranks of all stages after exchanging two of them, those with most bytes between nodes first."""
     order = sorted(range(len(plan.stages)), key=lambda stage: plan.stages[stage].ranks[0])
@@ -119,18 +115,13 @@ def _exchanged(plan: PipelinePlan, costs: CostModel) -> Iterator[list[tuple[int,
     for i, j in sorted(pairs, key=lambda pair: -max(crossing[order[place]] for place in pair)):
         changed = list(order)
         changed[i], changed[j] = changed[j], changed[i]
-        yield _in_turn(plan, changed, taken)
-
-
-def _in_turn(plan: PipelinePlan, order: Sequence[int], ranks: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return by stage its ranks where stages take them in this order."""
-    placed: dict[int, tuple[int, ...]] = {}
-    start = 0
-    for stage in order:
-        size = len(plan.stages[stage].ranks)
-        placed[stage] = tuple(ranks[start : start + size])
-        start += size
-    return [placed[stage] for stage in range(len(order))]
+        placed: dict[int, tuple[int, ...]] = {}
+        start = 0
+        for stage in changed:
+            size = len(plan.stages[stage].ranks)
+            placed[stage] = tuple(taken[start : start + size])
+            start += size
+        yield [placed[stage] for stage in range(len(order))]
 
 
 def _crossing_bytes(plan: PipelinePlan, costs: CostModel) -> list[float]:
@@ -241,7 +232,6 @@ class _RankedChain:
         self.order = [rank for rank in order if rank < request.num_ranks]
         self._is_coupled = prefix_sums(np.array([name in rules.coupled for name in self.names], dtype=float))
         self._gradient = prefix_sums(costs.gradient_bytes[self.rows])
-        self._us: dict[tuple[int, int, int], Floats | None] = {}
 
     def partitions(self, wish: int) -> Iterator[tuple[int, float, Groups]]:
         """Yield for each number of stages that number, the bottleneck in us a sample, and the stages."""
@@ -288,13 +278,8 @@ class _RankedChain:
         tables = [table for table in each if table is not None]
         return np.maximum.reduce(tables) if tables else None
 
+    @remembered
     def _times_on(self, wish: int, degree: int, kind: int) -> Floats | None:
-        key = wish, degree, kind
-        if key not in self._us:
-            self._us[key] = self._make_times(wish, degree, kind)
-        return self._us[key]
-
-    def _make_times(self, wish: int, degree: int, kind: int) -> Floats | None:
         # A stage takes ``wish`` samples at a time, and one with a block that mixes samples a loss unit a rank.
         unit, mini_batch = self.rules.loss_unit * degree, self.rules.mini_batch
         num = len(self.names)

@@ -1,6 +1,7 @@
 """The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs.
 
 `complete_plan` adds what running a finished plan without its model needs: boundary tensors, gradient bytes.
+A plan that is made is changed here too: other ranks, what messages take, backwards in two parts.
 """
 
 from __future__ import annotations
@@ -11,17 +12,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import networkx as nx
+import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, prefix_sums
 from gpp_plugin.plan.costs.memory_formula import sharded_profile
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import BatchRules, PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
+from gpp_plugin.plugins import find_schedule
+from gpp_plugin.schedule.event_loop import MessageCosts
+from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.stage_order import sinks_first
 from gpp_plugin.schedule.orders.table_2 import least_samples
@@ -420,3 +428,249 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
     names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
     plan = plan.with_each(gradient_bytes=gradients)
     return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
+
+
+# What messages between stages take, for orders that reckon with it (`StageEdge.message_us`).
+#
+#     micro-batches of 8 samples on 2 ranks, then of 8 on 4 ranks, 1 MB a sample: a message holds 2 samples, 2 MB; on a
+#     link of 25 GB/s with 5 us latency it takes 85 us
+#
+# Ranks that share a link take turns on it; orders do not know that, the simulator that weighs them does.
+
+LEAST_SHARE = 0.02
+"""Of the shortest forward: messages that take less change no order worth simulating."""
+
+
+def with_link_times(plan: PipelinePlan, cluster: Cluster) -> PipelinePlan:
+    """Return the plan whose edges say what their messages take; as it is where that is next to nothing."""
+    costs = MessageCosts(cluster)
+    edges = tuple(_with_times(plan, edge, costs) for edge in plan.edges)
+    shortest = min((stage.forward_us for stage in plan.stages if stage.forward_us > 0), default=0.0)
+    if all(edge.message_us <= LEAST_SHARE * shortest for edge in edges):
+        return plan
+    return dataclasses.replace(plan, edges=edges)
+
+
+def _with_times(plan: PipelinePlan, edge: StageEdge, costs: MessageCosts) -> StageEdge:
+    if edge.is_order_only:
+        return edge
+    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+    samples = min(src.local_batch_size, dst.local_batch_size)
+    forward, backward = 0.0, 0.0
+    # Ranks of both stages that have the same samples: of 2 and 4 ranks 0 with 0 and 1, 1 with 2 and 3. The dearest.
+    count = max(src.degree, dst.degree)
+    for place in range(count):
+        sender = src.data_ranks(0)[place * src.degree // count]
+        receiver = dst.data_ranks(0)[place * dst.degree // count]
+        forward = max(forward, sum(costs.of(sender, receiver, activation_bytes(edge, samples, True))))
+        if edge.gradient_tensors:
+            back = costs.of(receiver, sender, gradient_bytes(edge, samples, True))
+            backward = max(backward, sum(back))
+    return dataclasses.replace(edge, message_us=forward, gradient_us=backward)
+
+
+# Chains: a linear order of the blocks, and contiguous groups of it.
+
+
+def linear_order(graph: BlockGraph) -> list[str]:
+    """Return the blocks in a topological order that finishes a branch before it begins the next."""
+    names = [block.name for block in graph.blocks]
+    return [names[i] for i in order_stages(graph, [[name] for name in names])]
+
+
+def layer_of(block: str) -> str | None:
+    """Return the numbered layer a block belongs to (``h.3`` of ``h.3.attn``), or None."""
+    parts = block.split("#")[0].split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: i + 1])
+    return None
+
+
+def layer_bounds(names: Sequence[str], num_stages: int = 1) -> list[int]:
+    """Return where layers begin, and the number of operators: runs of operators of one numbered module.
+
+    Operators outside such modules form layers of their own between them. Where there are fewer layers than
+    stages every operator is one.
+
+    >>> layer_bounds(["embed", "h.0.norm", "h.0.mlp", "h.1.norm", "head", "loss"])
+    [0, 1, 3, 4, 6]
+    """
+    keys = [layer_of(name) for name in names]
+    bounds = [i for i in range(len(names)) if i == 0 or keys[i] != keys[i - 1]]
+    return [*bounds, len(names)] if len(bounds) >= num_stages else list(range(len(names) + 1))
+
+
+def split_by_layers(order: Sequence[str], num_stages: int) -> list[list[str]]:
+    """Cut the order so that every stage has the same number of layers (Megatron's rule).
+
+    What lies before the first layer belongs to the first stage, what follows a layer to that layer's
+    stage. Where the layers do not divide evenly the first stages get one more; where there are fewer
+    layers than stages, blocks count as layers.
+    """
+    layers = list(dict.fromkeys(layer for layer in map(layer_of, order) if layer is not None))
+    if len(layers) < num_stages:
+        return _even(order, num_stages)
+    stage_of_layer = {
+        layer: stage for stage, group in enumerate(_even(layers, num_stages)) for layer in group
+    }
+    groups: list[list[str]] = [[] for _ in range(num_stages)]
+    current = 0
+    for block in order:
+        layer = layer_of(block)
+        if layer is not None:
+            current = max(current, stage_of_layer[layer])
+        groups[current].append(block)
+    return groups if all(groups) else _even(order, num_stages)
+
+
+def _even(items: Sequence[str], num_groups: int) -> list[list[str]]:
+    return [[items[place] for place in group] for group in even_ranges(len(items), num_groups)]
+
+
+def split_by_weight(weights: Sequence[float], num_groups: int) -> tuple[int, ...]:
+    """Cut a chain into groups, none empty, with the smallest largest weight (AutoPipe, Algorithm 1; exact).
+
+    >>> split_by_weight([1, 3, 1, 2, 3], 4)
+    (0, 1, 2, 4, 5)
+    """
+    num = len(weights)
+    prefix: list[float] = prefix_sums(np.array(weights)).tolist()
+    best = [[float("inf")] * (num + 1) for _ in range(num_groups + 1)]
+    cut = [[0] * (num + 1) for _ in range(num_groups + 1)]
+    best[0][0] = 0.0
+    for groups in range(1, num_groups + 1):
+        for stop in range(groups, num + 1):
+            for start in range(stop - 1, groups - 2, -1):
+                last = prefix[stop] - prefix[start]
+                if last > best[groups][stop]:
+                    break
+                value = max(best[groups - 1][start], last)
+                if value < best[groups][stop]:
+                    best[groups][stop], cut[groups][stop] = value, start
+    cuts = [num]
+    for groups in range(num_groups, 0, -1):
+        cuts.append(cut[groups][cuts[-1]])
+    return tuple(reversed(cuts))
+
+
+# What parts of a stage's tasks take: half a forward, and a backward in two parts.
+#
+# Where a stage swaps or recomputes, each part of its backward needs what was saved, so segments run again in both,
+# and what is on the host comes back twice: for the input gradient early, as for a whole backward, and for the weight
+# gradient when it is read, with nothing to hide behind.
+#
+#     whole    B      = backward + again + what of the transfers does not hide
+#     parts    I, W   = input + again + the same,  weight + again + the transfer back
+
+
+def has_split_times(profile: Profile) -> bool:
+    """Return whether the profile says what input and weight gradients take, each by itself."""
+    # derived costs always do; measured ones where the two parts were timed
+    return profile.source == "analytic" or any(
+        (cost.split_factor, cost.input_share) != (1.0, 0.5) for cost in profile.costs
+    )
+
+
+def with_part_times(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return the plan with what half a forward and a backward in two parts take, as the profile says."""
+    stages = []
+    for stage in plan.stages:
+        blocks, local = costs.indices(stage.blocks), stage.local_batch_size
+        own = costs.on(stage)
+        input_us, weight_us = own.split_times(blocks, local, stage.ranks)
+        if stage.memory is not None:
+            rate = min(costs.cluster.devices[rank].host_bytes_per_s for rank in stage.ranks)
+            input_us += stage.memory.added_us
+            weight_us += stage.memory.recompute_us + stage.memory.swapped_bytes / rate * 1e6
+        stages.append(
+            dataclasses.replace(
+                stage,
+                half_forward_us=own.stage_times(blocks, local / 2, stage.ranks)[0],
+                input_gradient_us=input_us,
+                weight_gradient_us=weight_us,
+            )
+        )
+    return dataclasses.replace(plan, stages=tuple(stages))
+
+
+def most_pending(schedule: StageSchedule) -> int:
+    """Return the most micro-batches at a time whose input gradient is made and whose weight gradient is not."""
+    pending = most = 0
+    for task in schedule.tasks:
+        pending += (task.kind is TaskKind.INPUT_GRADIENT) - (task.kind is TaskKind.WEIGHT_GRADIENT)
+        most = max(most, pending)
+    return most
+
+
+def with_pending(plan: PipelinePlan, costs: CostModel, schedules: Sequence[StageSchedule]) -> PipelinePlan:
+    """Return the plan whose stages count the gradients that these orders leave pending, and no others."""
+    pending = [most_pending(schedule) for schedule in schedules]
+    needs = [
+        stage.memory_bytes + pending_bytes(stage, costs, count) - pending_bytes(stage, costs, stage.pending)
+        for stage, count in zip(plan.stages, pending, strict=True)
+    ]
+    return plan.with_each(pending=pending, memory_bytes=[max(need, 0) for need in needs])
+
+
+def pending_bytes(stage: Stage, costs: CostModel, pending: int) -> int:
+    """Return what ``pending`` micro-batches of a stage hold while they wait for their weight gradients."""
+    return round(pending * costs.on(stage).pending_bytes(costs.indices(stage.blocks), stage.local_batch_size))
+
+
+def splits_backwards(plan: PipelinePlan) -> bool:
+    """Return whether a stage's schedule makes backwards in two parts."""
+    return any(find_schedule(stage.schedule).splits_backward for stage in plan.stages)
+
+
+# The micro-batch sizes of many stages at once: what `BatchRules.micro_batch_size` says, for arrays of stages.
+#
+# Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
+# to none. Each such class has one size a degree.
+
+Ints = npt.NDArray[np.int64]
+
+
+class SizeClasses:
+    """The classes of one request.
+
+    Args:
+        names: of the blocks, in the order of the last axis of `flags`.
+    """
+
+    def __init__(self, rules: BatchRules, names: Sequence[str]) -> None:
+        self.rules = rules
+        self._fixed = sorted(set(rules.fixed.values()))
+        rows = [[name in rules.coupled for name in names]]
+        rows += [[rules.fixed.get(name) == size for name in names] for size in self._fixed]
+        self.flags: Floats = np.array(rows, dtype=float)
+        """[flag, block]: coupled, then fixed to the first of the sizes, to the second, ..."""
+
+    def of(self, counts: Floats) -> Ints:
+        """Return [...] the class of each stage.
+
+        Args:
+            counts: [flag, ...] how many of a stage's blocks have the flag.
+        """
+        # coupled 1, fixed to 8, and to 32:    none  coupled  8     8 and coupled  32    8 and 32
+        # class                                0     1        2     3              4     -1, which has no size
+        held = counts > 0.5
+        sizes = np.arange(1, len(self._fixed) + 1).reshape(-1, *(1,) * (counts.ndim - 1))
+        classes = 2 * (held[1:] * sizes).sum(axis=0) + held[0]
+        found: Ints = np.where(held[1:].sum(axis=0) > 1, -1, classes).astype(np.int64)
+        return found
+
+    def sizes(self, classes: Ints, degree: int, wish: int) -> Ints:
+        """Return [...] the micro-batch size of stages of these classes on ``degree`` ranks, 0 where there is none."""
+        table = [
+            self.rules.size_of(fixed, is_coupled, degree, wish) or 0
+            for fixed in (None, *self._fixed)
+            for is_coupled in (False, True)
+        ]
+        found: Ints = np.array([*table, 0])[classes]
+        return found
+
+    @property
+    def are_alike(self) -> bool:
+        """Return whether all stages of a plan have the same size, whatever their degrees."""
+        return not self.rules.coupled and not self.rules.fixed

@@ -1,24 +1,29 @@
 """The input of planners: model, costs, cluster, and what the options say; checked before any planner sees it.
 
-It imports no planner, so that everything planners are made of may import it. Of a request that no plan fits, the
-nearest that has one is found by planning (`nearest_that_fits`).
+`batch_rules` resolves it to the sizes that a stage may have; `SearchReport` is what a planner says of its search. It
+imports no planner, so that everything planners are made of may import it.
 
 Source: this project
-Tests: tests/plan/test_joined.py, tests/plan/test_plan_command.py
+Tests: tests/plan/test_joined.py, tests/plan/test_plan_command.py, tests/plan/test_auto.py
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import difflib
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 
 from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
 from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import LOSS_KEY
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.samples import nearest_divisors
+from gpp_plugin.ir.samples import divisors, nearest_divisors
+from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.ir.typed_leaves import MOST_COUNT
 
 UNLIMITED = 1 << 62
@@ -264,39 +269,7 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
         )
 
 
-# The configuration nearest to a request that no plan fits: found by planning, not by rule of thumb.
-#
-# One thing is changed at a time, in the order in which it costs the user least: ways to save memory, the samples
-# a rank computes at a time, ZeRO, stages and ranks, and last the memory of a rank. What is suggested has a plan.
-
-
-HasPlan = Callable[[PlanRequest], bool]
-
-MORE_RANKS = (2,)
-"""Times the requested ranks, that are tried."""
-LIMIT_STEP = 1.02
-MOST_STEPS = 4
-NUM_BISECTIONS = 2
-MOST_SHOWN = 3
 LIMIT_DIGITS = 4
-
-
-def nearest_that_fits(request: PlanRequest, has_plan: HasPlan, missing_bytes: int) -> str:
-    """Return a clause with up to three changes that each make a plan fit, or that none does.
-
-    Args:
-        has_plan: plans a changed request.
-        missing_bytes: of the worst rank of the plan nearest to fitting.
-    """
-    found: list[str] = []
-    for change in _changes(request, has_plan):
-        found.append(change)
-        if len(found) == MOST_SHOWN - 1:
-            break
-    least = _least_limit(request, has_plan, missing_bytes)
-    if least is not None:
-        found.append(f"{least} bytes a rank ({setting_of('memory.limit_gb', float(limit_gb(least)))})")
-    return f"nearest that fits: {', or '.join(found)}" if found else "nothing that was tried fits"
 
 
 def limit_gb(num_bytes: int) -> str:
@@ -305,81 +278,369 @@ def limit_gb(num_bytes: int) -> str:
     return f"{-(-num_bytes // step) * step / 1e9:.9f}".rstrip("0").rstrip(".")
 
 
-def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
-    both = ("recompute", "swap")
-    for ways in (("recompute",), both):
-        more = tuple(dict.fromkeys((*request.memory_optimization, *ways)))
-        if len(more) > len(request.memory_optimization) and has_plan(
-            dataclasses.replace(request, memory_optimization=more)
-        ):
-            yield " and ".join(setting_of(f"memory.{way}", "auto") for way in more)
-            break
-    sizes = request.micro_batch_sizes or {}
-    if "*" in sizes:
-        size = _largest(
-            sizes["*"], lambda n: has_plan(dataclasses.replace(request, micro_batch_sizes={**sizes, "*": n}))
+# Which micro-batch sizes, degrees and tensor sizes a stage may have: the user's wishes, coupling, divisibility.
+
+MAX_SWEEP = 16
+TENSOR_SIZES = (2, 4, 8)
+"""Tensor sizes above 1 that are tried where the planner chooses."""
+ANY_SIZE = 0
+"""A way to give stages tensor sizes: each whichever is quickest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRules:
+    """Which tensor sizes a stage may have by its blocks.
+
+    Args:
+        sizes: increasing.
+        refused: tensor size -> blocks that no stage of it may hold.
+        divided: tensor size above 1 -> blocks of which its ranks hold a part each; a stage of it has one.
+        ways: to give sizes to all stages of a plan that is considered: the largest each may have up to this one, or
+            `ANY_SIZE`. What is mixed otherwise is a move away.
+    """
+
+    sizes: tuple[int, ...] = (1,)
+    refused: dict[int, frozenset[str]] = field(default_factory=dict)
+    divided: dict[int, frozenset[str]] = field(default_factory=dict)
+    ways: tuple[int, ...] = (1,)
+
+    @property
+    def are_explicit(self) -> bool:
+        """Return whether the user says which blocks have which size, so that not all may share a stage."""
+        return bool(self.refused.get(1))
+
+    def allowed(self, blocks: Iterable[str]) -> list[int]:
+        """Return the tensor sizes of a stage with these blocks, increasing."""
+        if self.sizes == (1,):
+            return [1]
+        own = frozenset(blocks)
+        return [
+            size
+            for size in self.sizes
+            if own.isdisjoint(self.refused.get(size, ()))
+            and (size == 1 or not own.isdisjoint(self.divided.get(size, ())))
+        ]
+
+
+def tensor_rules(request: PlanRequest) -> TensorRules:
+    """Resolve the request's tensor sizes to blocks.
+
+    Raises:
+        PlanError: a size divides no heads of a block that shall have it, or there are too few ranks; a key names no
+            module, or one that has nothing to divide.
+    """
+    # Layers of 32 heads, a vision tower of 16, an embedding that is not divided:
+    #
+    #     requested                    sizes     refused                    divided
+    #     None, 8 ranks                1 2 4 8   -                          all layers, for every size
+    #     4                            1 4       1: all layers              4: all layers
+    #     {"language_model": 4}        1 4       1: its layers              4: its layers
+    #     {..., "vision": 1}           1 4       the same, and 4: vision    4: its layers
+    #
+    # What the user does not list (an embedding, a head, a norm) belongs to the stage that it lands in: divided there if
+    # its sharding has that size, whole on every tensor rank otherwise, and of size 1 where nothing listed is beside it.
+    requested, graph = request.tensor_parallel, request.graph
+    if requested == 1:
+        return TensorRules()
+    degrees = {each.block: each.degrees for each in graph.sharding}
+    if requested is None:
+        sizes = [
+            n for n in TENSOR_SIZES if n <= request.num_ranks and any(n in own for own in degrees.values())
+        ]
+        return TensorRules(
+            sizes=(1, *sizes),
+            refused={n: frozenset(name for name, own in degrees.items() if n not in own) for n in sizes},
+            divided={n: frozenset(name for name, own in degrees.items() if n in own) for n in sizes},
+            ways=(ANY_SIZE, *sizes) if sizes else (1,),
         )
-        if size is not None:
-            yield setting_of("micro_batch_sizes", size)
-    unit = request.loss_unit
-    if request.keep_units or any(block.is_coupled for block in request.graph.blocks):
-        size = _largest(unit, lambda n: has_plan(dataclasses.replace(request, loss_unit=n)))
-        if size is not None:
-            yield setting_of("loss_unit", size)
-    most = 0 if request.num_ranks == 1 else 2 if request.mode == "async" else 3
-    for stage in range(request.zero_stage + 1, most + 1):
-        if has_plan(dataclasses.replace(request, zero_stage=stage)):
-            yield setting_of("zero_stage", stage)
-            break
-    if request.num_stages is not None and has_plan(dataclasses.replace(request, num_stages=None)):
-        yield "stages left to the planner"
-    for factor in MORE_RANKS if request.num_stages is None else ():
-        ranks = round(factor * request.num_ranks)
-        if ranks > request.num_ranks and has_plan(with_ranks(request, ranks)):
-            yield f"{ranks} ranks"
-            break
-
-
-def _largest(size: int, works: Callable[[int], bool]) -> int | None:
-    """Return the largest proper divisor of ``size`` that works, or None; smaller ones work where larger do."""
-    divisors = [n for n in range(1, size) if size % n == 0]
-    if not divisors or not works(divisors[0]):
-        return None
-    low, high = 0, len(divisors)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if works(divisors[middle]) else (low, middle)
-    return divisors[low]
-
-
-def with_ranks(request: PlanRequest, num_ranks: int) -> PlanRequest:
-    """Return the request for so many ranks, on devices like those there are."""
-    devices = request.cluster.devices[: request.num_ranks]
-    more = (devices * (num_ranks // len(devices) + 1))[:num_ranks]
-    cluster = dataclasses.replace(request.cluster, devices=more)
-    return dataclasses.replace(request, num_ranks=num_ranks, cluster=cluster)
-
-
-def _with_limit(request: PlanRequest, limit: int) -> PlanRequest:
-    devices = tuple(
-        dataclasses.replace(device, memory_bytes=max(device.memory_bytes, limit))
-        for device in request.cluster.devices
+    wanted = _wanted_sizes(request, degrees)
+    sizes = sorted({1, *wanted.values()})
+    return TensorRules(
+        sizes=tuple(sizes),
+        refused={n: frozenset(name for name, size in wanted.items() if size != n) for n in sizes},
+        divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes if n > 1},
+        ways=(ANY_SIZE,),
     )
-    cluster = dataclasses.replace(request.cluster, devices=devices)
-    return dataclasses.replace(request, cluster=cluster, memory_limit_bytes=limit)
 
 
-def _least_limit(request: PlanRequest, has_plan: HasPlan, missing_bytes: int) -> int | None:
-    """Return about the least memory of a rank with which there is a plan."""
-    low = max(rank_limit(request, rank) for rank in range(request.num_ranks))
-    high = low + missing_bytes
-    for _ in range(MOST_STEPS):
-        if has_plan(_with_limit(request, high)):
-            break
-        low, high = high, round(high * LIMIT_STEP)
-    else:
-        return None
-    for _ in range(NUM_BISECTIONS):
-        middle = (low + high) // 2
-        low, high = (low, middle) if has_plan(_with_limit(request, middle)) else (middle, high)
-    return high
+def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return by block the tensor size that the user wants of its stage; blocks that are under no key have none.
+
+    Nor have those that cannot be divided, but for a size of 1.
+
+    Args:
+        degrees: by block that can be divided, the sizes it can be.
+    """
+    requested, graph = request.tensor_parallel, request.graph
+    wanted: dict[str, int] = {}
+    by_name = requested if isinstance(requested, dict) else {"": requested or 1}
+    for key, size in sorted(by_name.items(), key=lambda item: len(item[0])):
+        where = place_of("tensor_parallel", *([key] if key else []))
+        if not 1 <= size <= request.num_ranks:
+            raise PlanError(
+                f"{where}: {size} is more than the {request.num_ranks} ranks there are; give 1 to {request.num_ranks}"
+            )
+        blocks = blocks_under(graph, key) if key else [block.name for block in graph.blocks]
+        own = [name for name in blocks if name in degrees]
+        if size > 1 and not own:
+            why = next((f" ({graph.undivided[name]})" for name in blocks if name in graph.undivided), "")
+            raise PlanError(
+                f"{where}: {size}, and nothing of {_some(blocks)} can be divided among tensor ranks{why}; give 1, or "
+                '"auto" for what can be'
+            )
+        if size == 1:
+            wanted.update(dict.fromkeys(blocks, 1))
+            continue
+        for name in blocks:
+            wanted.pop(name, None)  # what a longer key says holds, also of blocks that cannot be divided
+        for name in own:
+            if size not in degrees[name]:
+                possible = ", ".join(map(str, (1, *degrees[name])))
+                raise PlanError(
+                    f"{where}: {size} does not divide the heads, features or vocabulary of block {name!r}; "
+                    f"give {possible}"
+                )
+            wanted[name] = size
+    return wanted
+
+
+def _some(blocks: list[str]) -> str:
+    return f"block {blocks[0]!r}" + (f" and {len(blocks) - 1} more" if len(blocks) > 1 else "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRules:
+    """What `PlanRequest` and the graph say of micro-batch sizes, resolved to blocks.
+
+    Args:
+        coupled: blocks that compute on whole loss units: those that mix samples, those at either end of
+            a tensor with one value a unit, and all others where the request keeps units.
+        fixed: block -> micro-batch size of its stage, as the user wants it.
+        smallest_local: fewest samples one rank may compute at a time.
+        universal: the size of all other stages that are not coupled, as the user wants it.
+    """
+
+    mini_batch: int
+    loss_unit: int
+    num_ranks: int
+    data_parallel: int | None
+    coupled: frozenset[str]
+    fixed: dict[str, int]
+    universal: int | None
+    smallest_local: int = 1
+    tensors: TensorRules = field(default_factory=TensorRules)
+
+    def micro_batch_size(self, blocks: Iterable[str], degree: int, wish: int) -> int | None:
+        """Return the micro-batch size of a stage of ``degree`` ranks, or None where there is none.
+
+        Args:
+            wish: the size it shall have unless it is coupled or the user has fixed it.
+        """
+        names = list(blocks) if self.fixed or self.coupled else []
+        sizes = {self.fixed[name] for name in names if name in self.fixed} if self.fixed else set()
+        if len(sizes) > 1:
+            return None
+        is_coupled = not self.coupled.isdisjoint(names)
+        return self.size_of(sizes.pop() if sizes else None, is_coupled, degree, wish)
+
+    def sizes(self, blocks: Iterable[str], degree: int) -> list[int]:
+        """Return the micro-batch sizes that a stage of these blocks may have on so many ranks, increasing."""
+        names = list(blocks)
+        found = {self.micro_batch_size(names, degree, wish) for wish in self.wishes()}
+        return sorted(size for size in found if size is not None)
+
+    def size_of(self, fixed: int | None, is_coupled: bool, degree: int, wish: int) -> int | None:
+        """Return the micro-batch size of a stage whose blocks are fixed to one (None: to none), and coupled or not."""
+        unit = self.loss_unit * degree if is_coupled else None
+        size = fixed if fixed is not None else unit if unit is not None else wish
+        if (unit is not None and size != unit) or size % degree or self.mini_batch % size:
+            return None
+        if size // degree < self.smallest_local:
+            return None
+        return size
+
+    def degrees(self) -> list[int]:
+        """Return the data-parallel degrees that can divide a micro-batch, increasing."""
+        if self.data_parallel is not None:
+            return [self.data_parallel]
+        return [d for d in range(1, self.num_ranks + 1) if self.mini_batch % d == 0]
+
+    def grids(self) -> list[tuple[int, int]]:
+        """Return data-parallel degrees with tensor sizes that the ranks are enough for, fewest ranks first."""
+        found = [
+            (d, t) for t in self.tensors.sizes for d in self.degrees() if d * t <= self.num_ranks or t == 1
+        ]
+        return sorted(found, key=lambda grid: (grid[0] * grid[1], grid[1]))
+
+    def wishes(self) -> list[int]:
+        """Return the universal micro-batch sizes worth trying, increasing.
+
+        All divisors of the mini-batch where they are few; otherwise the powers of two among them, the
+        multiples of the loss unit by powers of two, and the mini-batch itself.
+        """
+        if self.universal is not None:
+            return [self.universal]
+        every = divisors(self.mini_batch)
+        if len(every) <= MAX_SWEEP:
+            return every
+        return [
+            d
+            for d in every
+            if d & (d - 1) == 0
+            or d == self.mini_batch
+            or (d % self.loss_unit == 0 and (d // self.loss_unit) & (d // self.loss_unit - 1) == 0)
+        ]
+
+
+def batch_rules(request: PlanRequest) -> BatchRules:
+    """Resolve the request's micro-batch sizes to blocks.
+
+    Raises:
+        PlanError: a key names neither a module of the model, nor ``loss``, nor ``*``.
+    """
+    graph = request.graph
+    fixed: dict[str, int] = {}
+    wanted = dict(request.micro_batch_sizes or {})
+    universal = wanted.pop("*", None)
+    for key, size in sorted(wanted.items(), key=lambda item: len(item[0])):
+        for name in blocks_under(graph, key):
+            fixed[name] = size
+    coupled = coupled_blocks(graph)
+    if request.keep_units and universal is None:
+        coupled |= {block.name for block in graph.blocks if block.name not in fixed}
+        universal = request.loss_unit
+    return BatchRules(
+        mini_batch=request.mini_batch,
+        loss_unit=request.loss_unit,
+        num_ranks=request.num_ranks,
+        data_parallel=request.data_parallel,
+        coupled=coupled,
+        fixed=fixed,
+        universal=universal,
+        smallest_local=request.smallest_local_batch,
+        tensors=tensor_rules(request),
+    )
+
+
+def coupled_blocks(graph: BlockGraph) -> frozenset[str]:
+    """Return the blocks that compute on whole loss units wherever they are placed."""
+    coupled = {block.name for block in graph.blocks if block.is_coupled}
+    for edge in graph.edges:
+        if any(graph.tensors[name].layout.kind is LayoutKind.UNIT for name in edge.tensors):
+            coupled |= {edge.src, edge.dst}
+    return frozenset(coupled)
+
+
+def blocks_under(graph: BlockGraph, key: str) -> list[str]:
+    """Return the blocks a key of the configuration means: those of a module, by its path or the end of it, or ``loss``.
+
+    Raises:
+        PlanError: no block is under it, or blocks of several modules are; the message has the nearest names.
+    """
+    # "language_model" is "model.language_model" where no other module's path ends so; "0" would be many.
+    found = [block.name for block in graph.blocks if is_under(block.name, key)]
+    if not found and key == LOSS_KEY and graph.loss_block is not None:
+        return [graph.loss_block]
+    if not found:
+        ends = [path for path in _module_paths(graph) if path.endswith(f".{key}")]
+        outermost = [path for path in ends if not any(path.startswith(f"{other}.") for other in ends)]
+        if len(outermost) > 1:
+            raise PlanError(
+                f"{key!r} is the end of {len(outermost)} modules' paths, {', '.join(outermost[:3])}; give one"
+            )
+        found = [block.name for block in graph.blocks for path in outermost if is_under(block.name, path)]
+    if not found:
+        raise PlanError(f"no module {key!r} in the model{nearest_names(graph, key)}")
+    return found
+
+
+def is_under(block: str, path: str) -> bool:
+    """Return whether block (a module path, perhaps with ``#2``) is ``path`` or inside it."""
+    return block == path or block.startswith((f"{path}.", f"{path}#"))
+
+
+def nearest_names(graph: BlockGraph, key: str) -> str:
+    """Return ``; the nearest are ...`` with the module paths closest to ``key``."""
+    paths = _module_paths(graph)
+    close = difflib.get_close_matches(key, paths, n=3, cutoff=0.4) or paths[:3]
+    return f"; the nearest are {', '.join(close)}"
+
+
+def _module_paths(graph: BlockGraph) -> list[str]:
+    """Return the paths of all modules that blocks are in, and the blocks' names."""
+    paths: dict[str, None] = {}
+    for block in graph.blocks:
+        parts = block.name.split("#")[0].split(".")
+        paths.update(dict.fromkeys(".".join(parts[:n]) for n in range(1, len(parts) + 1)))
+        paths[block.name] = None
+    return list(paths)
+
+
+# What a planner says of its own search: where it is, and what it left out for want of time.
+#
+# Limits on time are counts (tasks simulated, items of a table), so that a request gives the same plan on any machine.
+# Where one is met, the plan's notes say what was not searched.
+
+logger = logging.getLogger(__name__)
+
+
+REJECTED, LEFT_OUT = "rejected: ", "not searched, for want of time: "
+"""What notes of a plan begin with: stages that were evaluated and not taken, and what was not searched."""
+
+
+class SearchReport:
+    """Collects what one planner's search rejects, and what it leaves out."""
+
+    def __init__(self) -> None:
+        self._left_out: dict[str, None] = {}
+        self._rejected: dict[str, None] = {}
+
+    def begin(self, phase: str) -> None:
+        """Publish what is searched now (`searching`)."""
+        logger.debug("%s", phase)
+
+    def leave_out(self, what: str) -> None:
+        """Take down what is not searched; once, however often it is met."""
+        self._left_out[what] = None
+
+    def reject(self, what: str, why: str) -> None:
+        """Note what was evaluated and not taken, and why."""
+        self._rejected[f"{REJECTED}{what}: {why}"] = None
+
+    def has_left_out(self, what: str) -> bool:
+        """Return whether that was not searched."""
+        return what in self._left_out
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Return what was rejected and left out, as the notes of a plan."""
+        left_out = (f"{LEFT_OUT}{'; '.join(self._left_out)}",) if self._left_out else ()
+        return (*self._rejected, *left_out)
+
+
+class _Listener(logging.Handler):
+    """Passes phases on."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the phase that a search has come to."""
+        self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def searching(show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is searched at each moment of the block, on the rank that searches."""
+    handler, level, propagates = _Listener(show), logger.level, logger.propagate
+    # these messages stay on where they were turned on, and appear nowhere else
+    logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates

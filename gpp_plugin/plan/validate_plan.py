@@ -16,6 +16,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
+from gpp_plugin.plan.request import PlanRequest
 
 
 def validate_plan(
@@ -54,8 +55,27 @@ def validate_plan(
     _check_coupled(plan, graph)
     _check_tensor_sizes(plan, graph)
     _check_edges(plan, graph)
-    if profile is not None:
-        _check_memory(plan, graph, profile, cluster, memory_limit_bytes, zero_stage)
+    if profile is None:
+        return
+    _check_memory_plans(plan, graph, profile)
+    if profile.graph != plan.graph:
+        raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
+    held: dict[int, list[tuple[int, float]]] = {}
+    gathered: dict[int, list[float]] = {}
+    for index, stage in enumerate(plan.stages):
+        need = _stage_bytes(stage, graph, profile, zero_stage, num_versions=plan.num_versions(index))
+        whole = _parameter_bytes(stage, graph, profile)
+        for rank in stage.ranks:
+            held.setdefault(rank, []).append((index, need))
+            # what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)
+            gathered.setdefault(rank, []).append(whole - whole / stage.degree if zero_stage >= 3 else 0.0)
+    for rank, needs in held.items():
+        twice = sum(gathered[rank]) - max(gathered[rank])  # one stage's parameters are whole at a time
+        limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
+        if cluster is not None:
+            limits.append(cluster.devices[rank].memory_bytes)
+        if limits and sum(need for _, need in needs) - twice > min(limits) + len(needs):
+            raise PlanInfeasible(_too_much(plan, rank, needs, min(limits)))
 
 
 def _check_blocks(plan: PipelinePlan, graph: BlockGraph) -> None:
@@ -161,34 +181,6 @@ _EdgeKey = tuple[int, int, int | None, int | None]
 """Producer, consumer, and the axes along which they hold shards."""
 
 
-def _check_memory(
-    plan: PipelinePlan,
-    graph: BlockGraph,
-    profile: Profile,
-    cluster: Cluster | None,
-    memory_limit_bytes: int | None,
-    zero_stage: int,
-) -> None:
-    _check_memory_plans(plan, graph, profile)
-    if profile.graph != plan.graph:
-        raise PlanError(f"the profile is of graph {profile.graph}, the plan of {plan.graph}; profile again")
-    held: dict[int, list[tuple[int, float]]] = {}
-    gathered: dict[int, list[float]] = {}
-    for index, stage in enumerate(plan.stages):
-        need = _stage_bytes(stage, graph, profile, zero_stage, num_versions=plan.num_versions(index))
-        rest = _gathered_bytes(stage, graph, profile, zero_stage)
-        for rank in stage.ranks:
-            held.setdefault(rank, []).append((index, need))
-            gathered.setdefault(rank, []).append(rest)
-    for rank, needs in held.items():
-        twice = sum(gathered[rank]) - max(gathered[rank])  # one stage's parameters are whole at a time
-        limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
-        if cluster is not None:
-            limits.append(cluster.devices[rank].memory_bytes)
-        if limits and sum(need for _, need in needs) - twice > min(limits) + len(needs):
-            raise PlanInfeasible(_too_much(plan, rank, needs, min(limits)))
-
-
 def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]], limit: int) -> str:
     """Return the error for a rank that holds more than it can.
 
@@ -217,12 +209,6 @@ def _too_much(plan: PipelinePlan, rank: int, needs: Sequence[tuple[int, float]],
         f"{versions}; "
         f"lower {name_of('micro_batch_sizes')}, add ranks or stages, or raise {name_of('memory.limit_gb')}"
     )
-
-
-def _gathered_bytes(stage: Stage, graph: BlockGraph, profile: Profile, zero_stage: int) -> float:
-    """Return what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)."""
-    whole = _parameter_bytes(stage, graph, profile)
-    return whole - whole / stage.degree if zero_stage >= 3 else 0.0
 
 
 def _parameter_bytes(stage: Stage, graph: BlockGraph, profile: Profile) -> float:
@@ -343,3 +329,22 @@ def _check_memory_plans(plan: PipelinePlan, graph: BlockGraph, profile: Profile)
                         f"stage {stage.name!r}: tensor {name!r} is dropped and blocks outside its segment use it: "
                         f"{sorted(users - set(segment.blocks))[:3]}"
                     )
+
+
+# Checks a plan against the request it is for; `validate_plan` itself needs no request and no planner.
+
+
+def validate_for(plan: PipelinePlan, request: PlanRequest) -> None:
+    """Refuse a plan that is not one of the request's graph, on its cluster, within its memory.
+
+    Raises:
+        PlanError, PlanInfeasible: as `validate_plan`.
+    """
+    validate_plan(
+        plan,
+        request.graph,
+        profile=request.profile,
+        cluster=request.cluster,
+        memory_limit_bytes=request.memory_limit_bytes,
+        zero_stage=request.zero_stage,
+    )

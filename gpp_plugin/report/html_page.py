@@ -15,7 +15,7 @@ from typing import Any
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
-from gpp_plugin.plan.search_report import LEFT_OUT, REJECTED
+from gpp_plugin.plan.request import LEFT_OUT, REJECTED
 from gpp_plugin.report.figure import draw_stage_graph, figure_svg
 from gpp_plugin.report.plan_text import (
     breakdown_table,

@@ -35,7 +35,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "schedule/gathers.py", "schedule/program_sets.py", "schedule/build_graph.py", "schedule/build_graph.py",
         "schedule/build*.py", "schedule/orders/*",
     ),
-    "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/batch_rules.py"),
+    "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/request.py"),
     "messages": ("runtime/messages/*", "runtime/executor.py", "runtime/split.py"),
     "gradients": (
         "engine/gradient_store.py", "engine/partitioned_gradients.py", "engine/stage_step.py",
@@ -44,8 +44,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("engine/checkpoints/*",),
     "data": ("engine/loading/*", "data.py"),
     "units": (
-        "plan/unit_order.py", "runtime/code_by_shape.py", "runtime/stage_runner.py", "runtime/unit_patterns.py", "runtime/batches.py",
-        "plan/unit_order.py", "runtime/input_rows.py",
+        "plan/costs/planned_lengths.py", "runtime/code_by_shape.py", "runtime/stage_runner.py",
+        "runtime/unit_patterns.py", "runtime/batches.py", "runtime/input_rows.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/compare_capture.py", "model/verification.py"),
     "guards of steps": (

@@ -10,7 +10,7 @@ import pytest
 from gpp_plugin.plan import auto
 from gpp_plugin.plan.refine.refine import MOVES
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.search_report import SearchReport, searching
+from gpp_plugin.plan.request import SearchReport, searching
 from tests.plan.graphs import branches, chain, clip, make_cluster, make_profile, make_request
 
 
@@ -55,7 +55,7 @@ def test_searches_tell_where_they_are() -> None:
 def test_who_has_turned_the_messages_on_reads_them_and_nobody_else(
     level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger, phases = logging.getLogger("gpp_plugin.plan.search_report"), []
+    logger, phases = logging.getLogger("gpp_plugin.plan.request"), []
     with caplog.at_level(level, logger=logger.name):
         with searching(phases.append):
             SearchReport().begin("a phase")

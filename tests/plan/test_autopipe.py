@@ -9,7 +9,7 @@ from gpp_plugin.library.analytic_models import profile_model
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.baselines.autopipe import ChainSimulator, search_exact, search_heuristic
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.linear_order import split_by_weight
+from gpp_plugin.plan.make import split_by_weight
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import make_cluster
 from tests.schedule.plans import chain_plan

@@ -10,13 +10,13 @@ import pytest
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, as_sequential
 from gpp_plugin.plan.baselines.piper import MAX_DOWNSETS, Downsets, best_of, list_downsets, partition_chain
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import batch_rules
 from tests.plan.graphs import (
     bottleneck,
     branches,

@@ -8,15 +8,15 @@ import random
 import numpy as np
 import pytest
 
-from gpp_plugin.plan.memory.capuchin import StageOptimizer
-from gpp_plugin.plan.memory.operator_chain import PipelineShape
-from gpp_plugin.plan.memory.recompute_menu import (
+from gpp_plugin.plan.memory.capuchin import (
     LEVELS,
     LevelSums,
     Segments,
+    StageOptimizer,
     find_segments,
     segment_costs,
 )
+from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from tests.plan.graphs import make_cluster
 from tests.plan.operator_chains import factory, operator_chain, random_chain
 

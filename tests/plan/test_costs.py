@@ -9,12 +9,18 @@ import pytest
 
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.costs.cost_model import LEAST_SHARE, CostModel, gather_times, with_link_times
+from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
 from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
-from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
+from gpp_plugin.plan.make import (
+    LEAST_SHARE,
+    StageDraft,
+    build_plan,
+    complete_plan,
+    with_link_times,
+    with_part_times,
+)
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.split_backwards import with_part_times
 from gpp_plugin.plan.validate_plan import _stage_bytes
 from tests.plan.graphs import uneven_request
 

@@ -11,8 +11,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.explicit_plan import explicit_plan
-from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.memory.full_recompute import recompute_fully
+from gpp_plugin.plan.memory.fitting import memory_advice, recompute_fully
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import keep_inside, make_cluster, make_graph, make_profile, make_request

@@ -11,7 +11,6 @@ from gpp_benchmarks._oracle import random_request, random_series_parallel
 from gpp_benchmarks.plan_quality import search_bottleneck
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
@@ -21,6 +20,7 @@ from gpp_plugin.plan.graphpipe.stage_table import InTime, StageTable
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import batch_rules
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import (

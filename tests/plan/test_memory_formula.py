@@ -10,13 +10,13 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.graphpipe.intervals import Component, build_series, series_shapes
 from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, OperatorChain, PipelineShape
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import batch_rules
 from gpp_plugin.plugins import PLANNERS
 from tests.plan.graphs import GB, chain, make_cluster, make_profile, make_request, uneven_request
 from tests.plan.operator_chains import operator_chain

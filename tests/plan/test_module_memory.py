@@ -11,8 +11,7 @@ import pytest
 from gpp_plugin.ir.profile import ModuleMemory, SavedStorage
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
-from gpp_plugin.plan.memory.fitting import ModuleChain, StageFitter
-from gpp_plugin.plan.memory.full_recompute import recompute_modules
+from gpp_plugin.plan.memory.fitting import ModuleChain, StageFitter, recompute_modules
 from gpp_plugin.plan.memory.operator_chain import PipelineShape
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, costs_of, make_cluster, make_profile, make_request

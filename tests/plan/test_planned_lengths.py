@@ -14,7 +14,7 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_breakdown, with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.explicit_plan import explicit_plan
-from gpp_plugin.plan.memory.full_recompute import recompute_fully
+from gpp_plugin.plan.memory.fitting import recompute_fully
 from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import chain, keep_inside, make_cluster, make_profile
 

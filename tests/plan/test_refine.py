@@ -7,11 +7,10 @@ import dataclasses
 import pytest
 
 from gpp_plugin.plan.auto import master_chain, refine_chains
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.degrees import DegreeChooser
 from gpp_plugin.plan.refine.refine import Candidate, Refiner
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from tests.plan.graphs import chain, costs_of, make_graph, make_profile, make_request, uneven_request
 
 

@@ -5,9 +5,9 @@ import dataclasses
 import networkx as nx
 import pytest
 
-from gpp_plugin.plan.graphpipe import search_tree
+from gpp_plugin.plan.graphpipe import graphpipe
+from gpp_plugin.plan.graphpipe.graphpipe import around_cuts, in_runs, most_items, path_items
 from gpp_plugin.plan.graphpipe.intervals import Component, decompose
-from gpp_plugin.plan.graphpipe.search_tree import around_cuts, in_runs, most_items, path_items
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, chain, encoder_decoder, make_profile, make_request
 
@@ -57,8 +57,8 @@ def test_plans_of_runs_are_nearly_those_of_blocks(graph, monkeypatch: pytest.Mon
     request = make_request(graph, make_profile(graph, times), ranks=4, mini_batch=16, loss_unit=1)
     request = dataclasses.replace(request, micro_batch_sizes={"*": 1}, data_parallel=None)
     exact = make_plan("graphpipe", request)
-    monkeypatch.setattr(search_tree, "MOST_ITEMS", 12)
-    monkeypatch.setattr(search_tree, "MOST_AROUND", 18)
+    monkeypatch.setattr(graphpipe, "MOST_ITEMS", 12)
+    monkeypatch.setattr(graphpipe, "MOST_AROUND", 18)
     found = make_plan("graphpipe", request)
     assert not any("runs of blocks" in note for note in exact.notes)
     assert any(f"cuts at each of {len(graph.blocks)} blocks" in note for note in found.notes)

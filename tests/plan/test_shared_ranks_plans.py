@@ -13,19 +13,17 @@ from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, to_plain
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.refine.block_sets import Partitioner
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, check_request
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, check_request
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared import share_ranks as share_ranks_module
-from gpp_plugin.plan.shared.partitions import Partitioner
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.shared.shared_evaluator import SharedEvaluator, _heads_and_tails, collapsed
 from gpp_plugin.plan.validate_plan import validate_plan

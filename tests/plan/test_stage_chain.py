@@ -15,10 +15,10 @@ from gpp_plugin.ir.block_graph import SavedTensor
 from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.memory.capuchin import Segments, segment_costs
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.memory_chain import StageChain
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, OperatorChain, PipelineShape
-from gpp_plugin.plan.memory.recompute_menu import Segments, segment_costs
 from tests.plan.graphs import costs_of, make_cluster, make_graph, make_profile
 
 

@@ -18,13 +18,12 @@ from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
-from gpp_plugin.plan.batch_rules import blocks_under, tensor_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, blocks_under, tensor_rules
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 

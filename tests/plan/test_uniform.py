@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.plan.linear_order import split_by_layers
+from gpp_plugin.plan.make import split_by_layers
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 

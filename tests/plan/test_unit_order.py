@@ -12,7 +12,7 @@ import pytest
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.unit_order import (
+from gpp_plugin.plan.costs.planned_lengths import (
     MiniBatchTimes,
     UnitCosts,
     UnitOrder,

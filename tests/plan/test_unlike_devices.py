@@ -10,13 +10,12 @@ from gpp_plugin import api
 from gpp_plugin.ir.block_graph import Block
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.plan.batch_rules import batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import fitter_for
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from tests.plan.graphs import costs_of, make_graph, make_profile, make_request
 
 CHAIN = [(f"b{i}", f"b{i + 1}") for i in range(5)]

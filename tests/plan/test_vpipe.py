@@ -14,7 +14,7 @@ from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.baselines.chain_costs import zero_memory_bytes
 from gpp_plugin.plan.baselines.stock_chain import partition_gpipe, partition_pipedream
 from gpp_plugin.plan.baselines.vpipe import LayerOptimizer, partition_vpipe
-from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.make import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from tests.plan.graphs import make_cluster

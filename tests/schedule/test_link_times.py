@@ -7,7 +7,7 @@ import pytest
 
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.costs.cost_model import with_link_times
+from gpp_plugin.plan.make import with_link_times
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us

@@ -27,16 +27,15 @@ import heapq
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
+
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, even_stage_counts
-from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, prefix_sums, remembered
 from gpp_plugin.plan.costs.estimate import task_order
-from gpp_plugin.plan.costs.time_formula import boundary_us
-from gpp_plugin.plan.linear_order import split_by_weight
-from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.make import StageDraft, split_by_weight
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 
 MAX_EXACT = 20_000
@@ -62,24 +61,17 @@ class ChainSimulator:
     ) -> None:
         self.forward, self.backward = list(forward), list(backward)
         self.micro_batches, self.comm_us = micro_batches, comm_us
-        self._f, self._b = [0.0], [0.0]
-        for f, b in zip(forward, backward, strict=True):
-            self._f.append(self._f[-1] + f)
-            self._b.append(self._b[-1] + b)
-        self._known: dict[Cuts, tuple[float, int]] = {}
+        self._f: list[float] = prefix_sums(np.array(self.forward)).tolist()
+        self._b: list[float] = prefix_sums(np.array(self.backward)).tolist()
 
     def stage_times(self, cuts: Cuts) -> tuple[list[float], list[float]]:
         """Return forward and backward microseconds of every stage."""
         pairs = list(zip(cuts, cuts[1:], strict=False))
         return [self._f[e] - self._f[s] for s, e in pairs], [self._b[e] - self._b[s] for s, e in pairs]
 
+    @remembered
     def run(self, cuts: Cuts) -> tuple[float, int]:
         """Return the time of one step and the master stage."""
-        if cuts not in self._known:
-            self._known[cuts] = self._run_any(cuts)
-        return self._known[cuts]
-
-    def _run_any(self, cuts: Cuts) -> tuple[float, int]:
         p = len(cuts) - 1
         settled = SETTLED * p
         if self.micro_batches <= settled + p:
@@ -125,23 +117,14 @@ class ChainSimulator:
             if moved:
                 waiting.extend(o for o in (s - 1, s + 1) if 0 <= o < p and heads[o] < len(orders[o]))
         last = max(range(p), key=lambda s: (clocks[s], s))
-        return clocks[last], self._master(previous[last], cause, p, m)
-
-    def _master(
-        self,
-        at: tuple[int, int, int] | None,
-        cause: dict[tuple[int, int, int], tuple[int, int, int] | None],
-        p: int,
-        m: int,
-    ) -> int:
-        """Return the stage with most steps of the critical path in the steady phase, the later of equals."""
-        steps = [0] * p
+        # the master has most steps of the critical path in the steady phase, the later of equals
+        steps, at = [0] * p, previous[last]
         while at is not None:
             way, stage, j = at
             is_steady = j >= p - 1 - stage if way == 0 else j <= m - (p - stage)
             steps[stage] += is_steady
             at = cause[at]
-        return max(range(p), key=lambda s: (steps[s], s))
+        return clocks[last], max(range(p), key=lambda s: (steps[s], s))
 
 
 def search_heuristic(simulator: ChainSimulator, num_stages: int) -> tuple[float, Cuts]:

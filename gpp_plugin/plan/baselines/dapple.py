@@ -14,16 +14,15 @@ Tests: tests/plan/test_baselines.py
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
-from gpp_plugin.plan.batch_rules import batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, group_link, ring_us
-from gpp_plugin.plan.costs.time_formula import boundary_us
+from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, group_link, prefix_sums, ring_us
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_STATES = 30_000
@@ -61,9 +60,7 @@ class _Search:
         self.num_nodes = -(-self.request.num_ranks // self.node_size)
         self.num_micro_batches = self.request.mini_batch // chain.wish
         self._prefixes: dict[int, tuple[list[float], list[float]]] = {}
-        self._gradient = [0.0]
-        for row in chain.rows:
-            self._gradient.append(self._gradient[-1] + float(chain.costs.gradient_bytes[row]))
+        self._gradient: list[float] = prefix_sums(chain.costs.gradient_bytes[chain.rows]).tolist()
         self._seen: dict[tuple[int, tuple[int, ...]], float] = {}
         self._best: tuple[float, Placed] | None = None
 
@@ -78,8 +75,8 @@ class _Search:
         if drafts is None:
             return None
         return [
-            StageDraft(blocks=d.blocks, degree=d.degree, micro_batch_size=d.micro_batch_size, ranks=ranks)
-            for d, (_, _, ranks) in zip(drafts, placed, strict=True)
+            dataclasses.replace(draft, ranks=ranks)
+            for draft, (_, _, ranks) in zip(drafts, placed, strict=True)
         ]
 
     def _extend(self, start: int, used: tuple[int, ...], placed: Placed) -> None:
@@ -152,12 +149,8 @@ class _Search:
         assert size is not None
         key = size // degree
         if key not in self._prefixes:
-            forward, backward = self.chain.costs.block_times(key)
-            sums: tuple[list[float], list[float]] = ([0.0], [0.0])
-            for row in self.chain.rows:
-                sums[0].append(sums[0][-1] + float(forward[row]))
-                sums[1].append(sums[1][-1] + float(backward[row]))
-            self._prefixes[key] = sums
+            forward, backward = (prefix_sums(us[self.chain.rows]) for us in self.chain.costs.block_times(key))
+            self._prefixes[key] = forward.tolist(), backward.tolist()
         forward_us, backward_us = self._prefixes[key]
         scale = self.chain.wish / size
         return (forward_us[stop] - forward_us[start]) * scale, (

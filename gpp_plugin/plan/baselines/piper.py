@@ -31,20 +31,25 @@ from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts, Ints, SizeClasses, best_sequential
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, link_for_span, ring_us
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    boundary_us,
+    link_for_span,
+    ring_us,
+    us_per_sample,
+)
 from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
-from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.make import Ints, SizeClasses, StageDraft
+from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, rank_limit
 from gpp_plugin.plan.selection import explain_infeasible
 
 # PipeDream's partitioner on the linearised model (Narayanan et al., SOSP 2019, section 3.1).
 #
 # The DP A[i][m] over prefixes of the chain and numbers of machines minimises the slowest stage or link:
 # ``A[j][m] = min over i, m' of max(A[i][m - m'], T(i, j, m'))``, where T is the slower of computing and of the
-# boundary's way over m' links (`time_formula.boundary_us`, as for all planners here). Here it runs over suffixes, with
+# boundary's way over m' links (`boundary_us`, as for all planners here). Here it runs over suffixes, with
 # the number of stages so far as a further index, so that memory is checked with a stage's own in-flight
 # (1F1B with flushes: as many micro-batches as stages from it to the last); PipeDream itself checks none.
 #

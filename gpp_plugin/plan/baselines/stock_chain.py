@@ -25,16 +25,22 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.baselines.chain_costs import as_sequential, even_stage_counts
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.linear_order import layer_bounds, linear_order, split_by_layers, split_by_weight
-from gpp_plugin.plan.make import StageDraft, build_plan, make_drafts
+from gpp_plugin.plan.make import (
+    StageDraft,
+    build_plan,
+    layer_bounds,
+    linear_order,
+    make_drafts,
+    split_by_layers,
+    split_by_weight,
+)
 from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.memory.operator_chain import TensorChain
 from gpp_plugin.plan.refine.degrees import choose_degrees
-from gpp_plugin.plan.request import PlanRequest, finer_advice
+from gpp_plugin.plan.request import PlanRequest, batch_rules, finer_advice
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 
 # Megatron's partition: a chain of stages with the same number of layers and the same degree each.
@@ -56,22 +62,16 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
     order = linear_order(request.graph)
     counts = [count for count in even_stage_counts(request) if count <= len(order)]
     groupings = [split_by_layers(order, count) for count in counts]
-    candidates = [
-        drafts
-        for groups in groupings
-        for wish in rules.wishes()
-        if (drafts := _with_degrees(request, costs, rules, groups, wish)) is not None
-    ]
+    candidates = []
+    for groups, wish in itertools.product(groupings, rules.wishes()):
+        degree, rest = divmod(request.num_ranks, len(groups))
+        drafts = None if rest else make_drafts(rules, groups, [degree] * len(groups), wish)
+        if drafts is None:
+            drafts = choose_degrees(request, costs, rules, groups, wish)
+        if drafts is not None:
+            candidates.append(drafts)
     plan = best_plan(request, costs, candidates, planner="uniform", may_hold_more=True)
     return plan if plan is not None else explain_infeasible(request, costs, rules, groupings)
-
-
-def _with_degrees(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, groups: list[list[str]], wish: int
-) -> list[StageDraft] | None:
-    degree, rest = divmod(request.num_ranks, len(groups))
-    even = None if rest else make_drafts(rules, groups, [degree] * len(groups), wish)
-    return even if even is not None else choose_degrees(request, costs, rules, groups, wish)
 
 
 STOCK = "stock_1f1b"

@@ -28,11 +28,10 @@ import numpy as np
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import balanced_bounds
 from gpp_plugin.plan.costs.cost_model import Floats
-from gpp_plugin.plan.linear_order import layer_bounds
-from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.make import layer_bounds
+from gpp_plugin.plan.memory.capuchin import Segments, StageChoice, StageOptimizer, segment_costs
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, plan_chain
 from gpp_plugin.plan.memory.operator_chain import Ints, sum_by
-from gpp_plugin.plan.memory.recompute_menu import Segments, segment_costs
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plugins import planner_traits
 

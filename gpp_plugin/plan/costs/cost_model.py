@@ -1,6 +1,6 @@
 """What any stage of one graph takes and needs: times, memory, communication, from a profile and a cluster.
 
-What a stage needs is `memory_formula`, what it takes per sample `time_formula`; here the blocks' costs are summed up
+What a stage needs is `memory_formula`, what it takes a sample `us_per_sample`; here the blocks' costs are summed up
 and put into them. Arrays are by block, in the order of the graph.
 
 The profile is of the cluster's first device. Where devices are of several speeds, a stage takes what
@@ -41,9 +41,6 @@ from gpp_plugin.plan.costs.memory_formula import (
     sum_times,
     unreduced_bytes,
 )
-from gpp_plugin.plan.costs.time_formula import num_gathers, num_reductions
-from gpp_plugin.schedule.event_loop import MessageCosts
-from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
 
 # Methods whose results are stored on their instance: each is computed once for each set of arguments.
 
@@ -152,45 +149,6 @@ def _bytes_of(graph: BlockGraph) -> tuple[Floats, Floats]:
         fixed.append(float(block.parameter_bytes))
         moved.append((crossing + 2.0 * block.saved_bytes) / graph.num_samples)
     return np.array(fixed), np.array(moved)
-
-
-# What messages between stages take, for orders that reckon with it (`StageEdge.message_us`).
-#
-#     micro-batches of 8 samples on 2 ranks, then of 8 on 4 ranks, 1 MB a sample: a message holds 2 samples, 2 MB; on a
-#     link of 25 GB/s with 5 us latency it takes 85 us
-#
-# Ranks that share a link take turns on it; orders do not know that, the simulator that weighs them does.
-
-LEAST_SHARE = 0.02
-"""Of the shortest forward: messages that take less change no order worth simulating."""
-
-
-def with_link_times(plan: PipelinePlan, cluster: Cluster) -> PipelinePlan:
-    """Return the plan whose edges say what their messages take; as it is where that is next to nothing."""
-    costs = MessageCosts(cluster)
-    edges = tuple(_with_times(plan, edge, costs) for edge in plan.edges)
-    shortest = min((stage.forward_us for stage in plan.stages if stage.forward_us > 0), default=0.0)
-    if all(edge.message_us <= LEAST_SHARE * shortest for edge in edges):
-        return plan
-    return dataclasses.replace(plan, edges=edges)
-
-
-def _with_times(plan: PipelinePlan, edge: StageEdge, costs: MessageCosts) -> StageEdge:
-    if edge.is_order_only:
-        return edge
-    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
-    samples = min(src.local_batch_size, dst.local_batch_size)
-    forward, backward = 0.0, 0.0
-    # Ranks of both stages that have the same samples: of 2 and 4 ranks 0 with 0 and 1, 1 with 2 and 3. The dearest.
-    count = max(src.degree, dst.degree)
-    for place in range(count):
-        sender = src.data_ranks(0)[place * src.degree // count]
-        receiver = dst.data_ranks(0)[place * dst.degree // count]
-        forward = max(forward, sum(costs.of(sender, receiver, activation_bytes(edge, samples, True))))
-        if edge.gradient_tensors:
-            back = costs.of(receiver, sender, gradient_bytes(edge, samples, True))
-            backward = max(backward, sum(back))
-    return dataclasses.replace(edge, message_us=forward, gradient_us=backward)
 
 
 Kinds = tuple[int, ...]
@@ -488,6 +446,10 @@ class CostModel:
         held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
         return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
 
+    def times_of(self, stage: Stage) -> tuple[float, float]:
+        """Return `stage_times` of a plan's stage on its ranks."""
+        return self.on(stage).stage_times(self.indices(stage.blocks), stage.local_batch_size, stage.ranks)
+
     def memory_of(self, stage: Stage, in_flight: int) -> int:
         """Return `stage_memory` of a plan's stage that holds so many micro-batches."""
         blocks, local = self.indices(stage.blocks), stage.local_batch_size
@@ -540,34 +502,23 @@ class CostModel:
             return 0.0
         return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
 
-    def stage_all_reduce_us(
-        self, blocks: Sequence[int], ranks: Sequence[int], num_micro_batches: int
-    ) -> float:
-        """Return microseconds a stage spends on reducing gradients in one mini-batch."""
-        return self.num_reductions(num_micro_batches) * self.all_reduce_us(
-            self.group_gradient_bytes(blocks), ranks
-        )
-
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage the microseconds of its gradient reductions in one step: its own, then tied ones.
 
         Gathers of parameters (ZeRO 3) are among them. The gradient of a parameter that several stages hold is summed
         over all their ranks at the end.
         """
-        times = {
-            i: self.on(stage).stage_all_reduce_us(
-                self.indices(stage.blocks), stage.data_ranks(0), plan.num_micro_batches(i)
-            )
-            for i, stage in enumerate(plan.stages)
-        }
-        for i, stage in enumerate(plan.stages if self.zero_stage >= 3 else ()):
-            # of `num_reductions` half an all-reduce of gradients is for the all-gather behind a step
-            rows, ranks = self.indices(stage.blocks), stage.data_ranks(0)
-            is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
-            count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
-            own = self.on(stage)
-            times[i] += count * own.gather_us(rows, ranks)
-            times[i] -= own.all_reduce_us(own.group_gradient_bytes(rows), ranks) / 2
+        times: dict[int, float] = {}
+        for i, stage in enumerate(plan.stages):
+            own, rows, ranks = self.on(stage), self.indices(stage.blocks), stage.data_ranks(0)
+            once = own.all_reduce_us(own.group_gradient_bytes(rows), ranks)
+            times[i] = own.num_reductions(plan.num_micro_batches(i)) * once
+            if self.zero_stage >= 3:
+                # of `num_reductions` half an all-reduce of gradients is for the all-gather behind a step
+                is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
+                count = num_gathers(plan.num_micro_batches(i), is_alone=is_alone)
+                times[i] += count * own.gather_us(rows, ranks)
+                times[i] -= once / 2
         for number, (blocks, _) in enumerate(self._tied):
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
@@ -613,3 +564,100 @@ def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
         if num_ranks <= link.span:
             return link
     return cluster.links[-1]
+
+
+# What stages and pipelines take, in closed form: the one formula of each, for numbers and for numpy arrays alike.
+#
+# Legend: B samples of a mini-batch, b of a micro-batch, d ranks of a stage, t microseconds of a stage a sample:
+#
+#     t  =  max(C / b, L)  +  n R / B
+#
+#     C  forward and backward of one micro-batch on one rank (b/d samples), what memory optimization adds included
+#     L  a sample's way over the stage's d links, activations there and gradients back; it overlaps with computing
+#     R  one all-reduce of the stage's gradients; n such are what its reductions in a mini-batch are worth
+#
+# Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
+# schedule: the event loop (`schedule.event_loop`), exactly, and `estimate`, quickly. They share what tasks take
+# (`stage_task_us`), what messages take (`Cluster.transfer_us`, `Link.occupied_us`) and the reductions
+# (`CostModel.reduce_times`), and are not built on each other, so that a test can hold one against the other.
+
+
+def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
+    """Return n: how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
+
+    ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
+    reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
+    where it gathers once a mini-batch (`num_gathers`).
+
+    >>> num_reductions(4, 0), num_reductions(4, 2)
+    (1.0, 2.5)
+    """
+    return (num_micro_batches + 1) / 2 if zero_stage >= 2 else 1.0
+
+
+def num_gathers(num_micro_batches: int, *, is_alone: bool) -> int:
+    """Return how often a stage's parameters are gathered in one mini-batch under ZeRO 3, at most (`schedule.gathers`).
+
+    Args:
+        is_alone: none of its ranks holds another stage; else one may come between any two of its tasks.
+
+    >>> num_gathers(4, is_alone=True), num_gathers(4, is_alone=False)
+    (1, 8)
+    """
+    return 1 if is_alone else 2 * num_micro_batches
+
+
+def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: Any = None) -> Any:
+    """Return t: what a stage takes a sample while the pipeline is full.
+
+    Args:
+        compute_us: C; ``size`` is b.
+        reduce_us: n R / B.
+        link_us: L; None: messages are not counted.
+
+    >>> us_per_sample(80.0, 4, reduce_us=1.5), float(us_per_sample(80.0, 4, link_us=25.0))
+    (21.5, 25.0)
+    """
+    own = compute_us / size
+    return (own if link_us is None else np.maximum(own, link_us)) + reduce_us
+
+
+def boundary_us(num_bytes: Any, degree: int, us_per_byte: float) -> Any:
+    """Return L: the activations of a sample that enter or leave a stage, and their gradients back, over its d links.
+
+    One formula for every planner. The released PipeDream multiplies the bandwidth by a stage's replicas, the released
+    Piper divides the bytes by its degree.
+
+    Args:
+        num_bytes: of a sample's activations, in and out.
+        us_per_byte: of one rank's link.
+
+    >>> boundary_us(100.0, 4, 0.5)
+    25.0
+    """
+    return num_bytes * (2 * us_per_byte / degree)
+
+
+def pipelined_samples(mini_batch: int, micro_batch_size: int, levels: int, ramp: float = 1.0) -> float:
+    """Return as how many samples of its slowest stage a mini-batch counts: its own, and filling ``levels`` stages.
+
+        stage 0  F0 B0 F1 B1 .. ..       B = 2 b, 3 levels: while the last stage computes 2 micro-batches,
+        stage 1  .. F0 B0 F1 B1 ..       the ones before it take 2 more to fill and drain
+        stage 2  .. .. F0 B0 F1 B1       2 b + (3 - 1) b = 4 b
+
+    Args:
+        ramp: part of the slowest stage's time that the others take.
+
+    >>> pipelined_samples(8, 4, 3)
+    16.0
+    """
+    return mini_batch + ramp * (levels - 1) * micro_batch_size
+
+
+def full_pipeline_us(mini_batch: int, micro_batch_size: int, levels: int, slowest_us: float) -> float:
+    """Return (B + (levels - 1) b) t: the step of a pipeline all of whose stages take ``slowest_us`` a sample.
+
+    >>> full_pipeline_us(8, 4, 3, 10.0)
+    160.0
+    """
+    return slowest_us * pipelined_samples(mini_batch, micro_batch_size, levels)

@@ -23,8 +23,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
 from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
@@ -290,7 +289,14 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     several stages: there each stage would have a clock of its own.
     """
     if plan.mode == "async":
-        return _full_pipeline_us(plan, costs)
+        one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+        reduce_us = costs.reduce_times(one)
+        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
+        slowest = max(
+            us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+            for index, stage in enumerate(plan.stages)
+        )
+        return float(plan.num_micro_batches(0) * slowest)
     if plan.num_rank_tasks > MAX_RANK_TASKS and not plan.shares_ranks:
         return estimate_plan_us(plan, costs)
     return predict_iteration_us(
@@ -299,14 +305,3 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reduce_times(plan),
     )
-
-
-def _full_pipeline_us(plan: PipelinePlan, costs: CostModel) -> float:
-    one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
-    reduce_us = costs.reduce_times(one)
-    # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
-    slowest = max(
-        us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
-        for index, stage in enumerate(plan.stages)
-    )
-    return float(plan.num_micro_batches(0) * slowest)

@@ -25,9 +25,9 @@ Example: P = G = 100, O = 200, two ranks under ZeRO 2, s = 40, c = 3, t = 7, not
     held 100 + 100 / 2 + 200 / 2 = 250;  in flight 3 x 40 = 120;  r = 100 - 40 = 60;  M = 250 + 120 + 7 + 60 = 437
 
 Callers sum P, G, O, s over their blocks first: a stage's own blocks (`CostModel.stage_memory`), every interval of a
-series as a matrix (`StageShapes.free`), differences of prefix sums (`OperatorChain.memory_bytes`, `ChainCosts.memory`).
-All terms but t and r are linear, so the sums may be taken before or after. `memory_breakdown` has the terms one by
-one. The validator and the oracles of the benchmarks have formulas of their own, on purpose.
+series as a matrix (`StageShapes.free_bytes`), differences of prefix sums (`OperatorChain.memory_bytes`,
+`ChainCosts.memory`). All terms but t and r are linear, so the sums may be taken before or after. `memory_breakdown` has
+the terms one by one. The validator and the oracles of the benchmarks have formulas of their own, on purpose.
 
 Source of r: ours; what ZeRO shares out: Rajbhandari et al., ZeRO, section 5 (arXiv 1910.02054); v: PipeDream,
 section 3.3 (arXiv 1806.03377).

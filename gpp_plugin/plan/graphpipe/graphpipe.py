@@ -24,32 +24,42 @@ Deviations, each with its reason:
 - Ranks left over by the DP are shared out (`degrees`): a plan uses all ranks.
 
 Source: GraphPipe (arXiv 2406.17145), section 5, Algorithm 1
-Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_graphpipe.py
+Tests: tests/plan/test_graphpipe.py, tests/plan/test_quality.py, tests/plan/test_search_tree.py
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
+import networkx as nx
 import numpy as np
 
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
-from gpp_plugin.plan.costs.cost_model import CostModel, link_for_span, ring_us
-from gpp_plugin.plan.costs.time_formula import full_pipeline_us, pipelined_samples
-from gpp_plugin.plan.graphpipe.intervals import Series, StageShapes
-from gpp_plugin.plan.graphpipe.search_tree import SearchTree, SearchTrees
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    full_pipeline_us,
+    pipelined_samples,
+)
+from gpp_plugin.plan.graphpipe.intervals import (
+    Component,
+    Series,
+    StageShapes,
+    block_signatures,
+    build_series,
+    decompose,
+    signature_of,
+)
 from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules
 from gpp_plugin.plan.selection import best_evaluated, explain_infeasible, join_memory
 
 SLACK = 1.06
@@ -75,19 +85,9 @@ Evaluator = Callable[[Groups, int], float]
 """Predicts the microseconds of a step of these stages at a micro-batch size; inf where they are no plan."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partition:
-    """A point of the frontier: stages within a time, with a depth, at one micro-batch size.
-
-    Args:
-        score: predicted step, or (B + (depth - 1) b) t where nothing is predicted.
-    """
-
-    groups: Groups
-    micro_batch_size: int
-    us_per_sample: float
-    levels: int
-    score: float
+Partition = tuple[float, Groups]
+"""A point of the frontier, stages within a time and a depth: its predicted step, or (B + (depth - 1) b) t where nothing
+is predicted, and the stages."""
 
 
 @dataclass(slots=True)
@@ -105,24 +105,17 @@ def graphpipe_plan(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: no plan fits; the message names stage, need, limit and the nearest request that fits.
     """
-    costs, rules = _costs_and_rules(request)
     report = SearchReport()
-    plan, nearest = _with_memory(request, costs, rules, report)
+    plan, nearest = _with_memory(request, report)
     if plan is None:
         explain_graph(request, nearest)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
-def _costs_and_rules(request: PlanRequest) -> tuple[CostModel, BatchRules]:
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    return costs, batch_rules(request)
-
-
-def _with_memory(
-    request: PlanRequest, costs: CostModel, rules: BatchRules, report: SearchReport
-) -> tuple[PipelinePlan | None, list[Candidate]]:
+def _with_memory(request: PlanRequest, report: SearchReport) -> tuple[PipelinePlan | None, list[Candidate]]:
     """Return the quickest plan, stages that are made to fit among it, and all candidates; None where none fits."""
-
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
     trees = SearchTrees(request.graph, costs, report)
 
     def search(changed: PlanRequest, fitter: StageFitter | None) -> list[Candidate]:
@@ -143,28 +136,23 @@ def _with_memory(
     return plan, sorted(candidates, key=lambda candidate: candidate.score)
 
 
-def _has_plan(request: PlanRequest) -> bool:
-    costs, rules = _costs_and_rules(request)
-    return _with_memory(request, costs, rules, SearchReport())[0] is not None
-
-
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:
     """Say why there is no plan, and what would have one.
 
     Raises:
         PlanInfeasible: always.
     """
-    costs, rules = _costs_and_rules(request)
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     names = [block.name for block in request.graph.blocks]
     found = [[draft.blocks for draft in candidate.drafts] for candidate in nearest[:3]]
     explain_infeasible(
         request,
         costs,
-        rules,
+        batch_rules(request),
         [*found, [[name] for name in names], [names]],
         tried=[candidate.drafts for candidate in nearest],
         fitter=fitter_for(request, costs),
-        has_plan=_has_plan,
+        has_plan=lambda changed: _with_memory(changed, SearchReport())[0] is not None,
     )
 
 
@@ -269,11 +257,10 @@ def _with_counts(refiner: Refiner, trees: SearchTrees, counts: Sequence[int] | N
             data_parallel=1,
             num_stages=None,
             micro_batch_sizes=None,
-            loss_unit=request.loss_unit,
             tensor_parallel=1,
         )
         partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
-        groupings = {partition.groups for partition in sorted(partitions, key=lambda p: p.score)[:6]}
+        groupings = {groups for _, groups in sorted(partitions, key=lambda partition: partition[0])[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         shapes = [refiner.reshape(groups, count) for groups in sorted(groupings)]
         if rules.tensors.are_explicit:  # one rank a stage has no sizes, and few of its cuts may be
@@ -304,10 +291,10 @@ def find_partitions(
     """
     found = _frontiers(request, costs, rules, trees.tree(rules), trees.report, predict, fitter)
     for _ in range(MAX_CLOSER_LOOKS if trees.is_in_runs and found else 0):
-        best = min(found, key=lambda partition: partition.score)
-        tree = trees.around_cuts(rules, best.groups)
-        found += _frontiers(request, costs, rules, tree, trees.report, predict, fitter, known_us=best.score)
-        if min(partition.score for partition in found) > best.score * (1 - WORTH_LOOKING):
+        best_us, groups = min(found, key=lambda partition: partition[0])
+        tree = trees.around_cuts(rules, groups)
+        found += _frontiers(request, costs, rules, tree, trees.report, predict, fitter, known_us=best_us)
+        if min(us for us, _ in found) > best_us * (1 - WORTH_LOOKING):
             break
     return found
 
@@ -328,7 +315,7 @@ def _frontiers(
     ramp = 1.0 if predict is None else RAMP
     searches: dict[tuple[int, int], StageSearch] = {}
     makers: dict[tuple[int, tuple[int, ...]], TableMaker] = {}
-    found: dict[tuple[Groups, int], Partition] = {}
+    found: dict[tuple[Groups, int], float] = {}
     best = _Incumbent(us=min(known_us, min(bounds.values()) * OPTIMISM / SLACK))
     optimism = 1
     # First only what perfectly shared work would do within OPTIMISM of the best bound is searched. If nothing as good
@@ -340,35 +327,27 @@ def _frontiers(
             if bounds[wish] > best.us * SLACK:
                 continue
             report.begin(f"stages of {request.num_ranks} ranks, micro-batches of {wish} samples")
-            deepest = _deepest(request, wish, bounds[wish], best.us, tree.longest, ramp)
+            # the most levels with which perfectly shared work might still end within the best step known
+            deepest = tree.longest
+            if bounds[wish] > 0 and best.us != float("inf"):
+                spare = (best.us * SLACK / bounds[wish] - 1) * request.mini_batch / (ramp * wish)
+                deepest = min(deepest, 1 + int(spare))
             if (wish, deepest) not in searches:
                 searches[wish, deepest] = make_search(
                     request, costs, rules, tree.root, wish, deepest, tree.shapes, fitter, makers
                 )
             search = searches[wish, deepest]
-            for t, levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
+            for levels, score in _frontier(request, search, wish, best, bounds[wish], ramp):
                 groups = tuple(tuple(names[i] for i in sorted(g)) for g in read_groups(search, levels))
                 if (groups, wish) not in found:
                     us = score if predict is None else predict(groups, wish)
                     best.us = min(best.us, us)
-                    found[groups, wish] = Partition(
-                        groups=groups, micro_batch_size=wish, us_per_sample=t, levels=levels, score=us
-                    )
-        best.us = min((partition.score for partition in found.values()), default=float("inf"))
+                    found[groups, wish] = us
+        best.us = min(found.values(), default=float("inf"))
         if best.us <= limit * SLACK or limit >= known_us:
-            return [partition for partition in found.values() if partition.score <= best.us * SLACK]
+            return [(us, groups) for (groups, _), us in found.items() if us <= best.us * SLACK]
         best.us = min(best.us, known_us, limit * OPTIMISM if optimism < 2 else float("inf"))
         optimism += 1
-
-
-def _deepest(
-    request: PlanRequest, wish: int, bound_us: float, best_us: float, longest: int, ramp: float
-) -> int:
-    """Return the most levels with which perfectly shared work might still end within the best step known."""
-    if bound_us <= 0 or best_us == float("inf"):
-        return longest
-    spare = (best_us * SLACK / bound_us - 1) * request.mini_batch / (ramp * wish)
-    return min(longest, 1 + int(spare))
 
 
 def _lower_bound(request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> float:
@@ -403,44 +382,25 @@ def make_search(
         fitter: as for `search_stages`.
         makers: of tables of the same request, by micro-batch size and levels to fit at; filled.
     """
-    cluster = request.cluster
-    degrees, grids = rules.degrees(), rules.grids()
-    limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
-    if request.memory_limit_bytes is not None:
-        limit = min(limit, request.memory_limit_bytes)
     # Levels count micro-batches of ``wish`` samples, one a stage on the longest path. A stage that takes more samples
     # at a time (it mixes them, or the user fixes its size) holds up its predecessors by that many more: with 64
     # samples after stages of 8, two of its own are 16 levels beside those of the path.
-    largest = max([request.loss_unit * degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
+    largest = max([request.loss_unit * rules.degrees()[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     to_fit = tuple(levels_to_fit(top)) if fitter is not None else ()
-    known = makers.get((wish, to_fit)) if makers is not None else None
-    if known is not None:
-        return StageSearch(root, known, top)
-    maker = TableMaker(
-        request.graph,
-        costs,
-        rules,
-        wish=wish,
-        memory_limit=limit,
-        link_us_per_byte=link_for_span(cluster, request.num_ranks).occupied_us(1.0),
-        is_gpipe=request.schedule == "gpipe",
-        reduce_us_per_byte=[ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in grids],
-        grids=grids,
-        shapes={} if shapes is None else shapes,
-        fitter=fitter,
-        levels=to_fit,
-    )
-    if makers is not None:
-        makers[wish, to_fit] = maker
-    return StageSearch(root, maker, top)
+    makers, shapes = {} if makers is None else makers, {} if shapes is None else shapes
+    if (wish, to_fit) not in makers:
+        makers[wish, to_fit] = TableMaker(
+            request, costs, rules, wish=wish, shapes=shapes, fitter=fitter, levels=to_fit
+        )
+    return StageSearch(root, makers[wish, to_fit], top)
 
 
 def _frontier(
     request: PlanRequest, search: StageSearch, wish: int, best: _Incumbent, bound_us: float, ramp: float
-) -> Iterator[tuple[float, int, float]]:
-    """Yield points of ever shallower solutions that may be among the best: (time a sample, levels, score).
+) -> Iterator[tuple[int, float]]:
+    """Yield points of ever shallower solutions that may be among the best: (levels, score).
 
     The score is (B + (levels - 1) b) t, the time of a pipeline all of whose stages take t. The search holds each
     point's stages when it is yielded.
@@ -505,7 +465,213 @@ def _frontier(
                 low = middle + 1
         levels = levels_at(high, is_last=True)
         assert levels is not None
-        t = float(times[high])
-        yield t, levels, full_pipeline_us(mini_batch, wish, levels, t)
+        yield levels, full_pipeline_us(mini_batch, wish, levels, float(times[high]))
         # Of deep solutions only some depths stay: neighbours differ by less than the prediction errs.
         cap = levels - max(1, levels // 6)
+
+
+# The trees of series and parallel components that one model's searches go through, each made once.
+#
+# A planner searches many times: for several numbers of stages, within memory and without a limit. What differs are
+# ranks, micro-batch sizes and times; the tree, and what its stages hold, is the same. Long series are in runs.
+#
+# Long series in fewer items: runs of blocks searched as one, and single blocks where stages were cut.
+#
+# The search's tables grow with the square of a series' items. A model of thousands of blocks is searched twice: first
+# in runs of about equal time, then with single blocks around the cuts found and everything between them in one piece:
+#
+#     blocks        a b c d e f g h i j k l
+#     runs          (a b c) (d e f) (g h i) (j k l)        say it is best to cut behind f
+#     around cuts   (a b c d) e f g h (i j k l)            now the cut may be behind e, f or g as well
+#
+# Branches that are alike stay alike: each is cut up as the cuts in any of them ask.
+
+MOST_ITEMS = 256
+"""Longer series are searched in runs. The tables of more items take seconds, for each micro-batch size."""
+MOST_AROUND = 384
+"""Items of the second search, those between cuts included."""
+
+
+def most_items(component: Component) -> int:
+    """Return the number of items of the longest series."""
+    own = len(component.children) if component.kind == "series" else 1
+    return max([own, *(most_items(child) for child in component.children)])
+
+
+def path_items(component: Component) -> int:
+    """Return the most items on a path: stages on one are no more."""
+    if component.kind == "series":
+        return sum(path_items(child) for child in component.children)
+    return max(map(path_items, component.children)) if component.kind == "parallel" else 1
+
+
+def in_runs(component: Component, weights: Sequence[float], *, most: int = MOST_ITEMS) -> Component:
+    """Return the component with runs of blocks of about equal weight as one item, at most about ``most`` a series.
+
+    Args:
+        weights: by block.
+    """
+    if component.kind not in ("series", "parallel"):
+        return component
+    children = tuple(in_runs(child, weights, most=most) for child in component.children)
+    if component.kind == "parallel" or len(children) <= most:
+        return Component(kind=component.kind, blocks=component.blocks, children=children)
+    total = sum(weights[block] for child in children if child.kind == "block" for block in child.blocks)
+    target = total / most
+    begins, run = set(), 0.0
+    for i, child in enumerate(children):
+        weight = sum(weights[block] for block in child.blocks)
+        # nearer to the target without it than with it
+        if child.kind != "block" or run == 0.0 or run + weight / 2 > target:
+            begins.add(i)
+            run = 0.0
+        run = run + weight if child.kind == "block" else 0.0
+    return _joined(component, children, begins)
+
+
+def around_cuts(
+    component: Component, stage_of: Mapping[int, int], signatures: Sequence[int], *, most: int = MOST_AROUND
+) -> Component:
+    """Return the component with single blocks on both sides of every cut, and the others in one run each.
+
+    Args:
+        stage_of: by block, the number of its stage.
+        signatures: by block; equal branches are those whose blocks have equal ones, in order.
+    """
+    return _around([component], stage_of, signatures, most)[0]
+
+
+def _around(
+    alike: Sequence[Component], stage_of: Mapping[int, int], signatures: Sequence[int], most: int
+) -> list[Component]:
+    """Return equal components, cut up alike."""
+    first = alike[0]
+    if first.kind not in ("series", "parallel"):
+        return list(alike)
+    places: list[list[Component]] = [[] for _ in alike]
+    if first.kind == "parallel":
+        # Children need not come in the same order: all that are alike, of all these components, go together.
+        by_key: dict[object, list[tuple[int, int]]] = {}
+        for n, component in enumerate(alike):
+            for i, child in enumerate(component.children):
+                by_key.setdefault(signature_of(child, signatures), []).append((n, i))
+        made: dict[tuple[int, int], Component] = {}
+        for where in by_key.values():
+            members = [alike[n].children[i] for n, i in where]
+            made.update(zip(where, _around(members, stage_of, signatures, most), strict=True))
+        places = [[made[n, i] for i in range(len(component.children))] for n, component in enumerate(alike)]
+    else:
+        for siblings in zip(*(component.children for component in alike), strict=True):
+            for place, child in zip(places, _around(siblings, stage_of, signatures, most), strict=True):
+                place.append(child)
+    children = [tuple(place) for place in places]
+    if first.kind == "parallel" or len(children[0]) <= most:
+        return [
+            Component(kind=c.kind, blocks=c.blocks, children=own)
+            for c, own in zip(alike, children, strict=True)
+        ]
+    begins = set().union(*(_begins(own, stage_of, most // len(alike)) for own in children))
+    return [_joined(c, own, begins) for c, own in zip(alike, children, strict=True)]
+
+
+def _begins(items: Sequence[Component], stage_of: Mapping[int, int], most: int) -> set[int]:
+    """Return where items begin that are not joined to the one before: all within a window around each cut."""
+    cuts = [
+        i
+        for i, (a, b) in enumerate(itertools.pairwise(items), start=1)
+        if not (a.kind == b.kind == "block" and stage_of[a.blocks[0]] == stage_of[b.blocks[0]])
+    ]
+    # each cut has a window of w places on both sides and a run behind it
+    window = max(1, (most // max(len(cuts), 1) - 1) // 2)
+    return {place for cut in cuts for place in range(cut - window, cut + window + 1)} | {0}
+
+
+def _joined(component: Component, items: Sequence[Component], begins: set[int]) -> Component:
+    """Return the series with items joined to the one before them but where ``begins`` says so; blocks only."""
+    runs: list[list[Component]] = []
+    for i, item in enumerate(items):
+        if i in begins or not runs or item.kind != "block" or runs[-1][-1].kind != "block":
+            runs.append([])
+        runs[-1].append(item)
+    children = tuple(run[0] if len(run) == 1 else _run(run) for run in runs)
+    return Component(kind="series", blocks=component.blocks, children=children)
+
+
+def _run(items: Sequence[Component]) -> Component:
+    blocks = tuple(sorted(block for item in items for block in item.blocks))
+    return Component(kind="run", blocks=blocks, children=tuple(items))
+
+
+@dataclass(slots=True, kw_only=True)
+class SearchTree:
+    """A model as series and parallel components of block numbers.
+
+    Args:
+        longest: most stages on a path.
+        shapes: of its series and parallel items by id, filled as they are met.
+    """
+
+    root: Series
+    longest: int
+    shapes: dict[int, StageShapes] = field(default_factory=dict)
+
+
+class SearchTrees:
+    """The trees of one model.
+
+    Args:
+        costs: of the graph, on its cluster.
+        report: notes what trees leave out.
+    """
+
+    def __init__(self, graph: BlockGraph, costs: CostModel, report: SearchReport) -> None:
+        self.graph, self.costs, self.report = graph, costs, report
+        numbers = {block.name: i for i, block in enumerate(graph.blocks)}
+        dependencies = nx.relabel_nodes(graph.dependencies(), numbers)
+        self._component = decompose(dependencies)
+        self._longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
+        self._trees: dict[object, SearchTree] = {}
+
+    @property
+    def is_in_runs(self) -> bool:
+        """Return whether the model is too long for each block to be an item."""
+        return most_items(self._component) > MOST_ITEMS
+
+    def tree(self, rules: BatchRules) -> SearchTree:
+        """Return the whole model's tree: blocks in runs where there are very many."""
+        key = rules.coupled, tuple(sorted(rules.fixed.items()))
+        if key not in self._trees:
+            component = self._component
+            if self.is_in_runs:
+                self.report.leave_out(
+                    f"cuts at each of {len(self.graph.blocks)} blocks: runs of blocks were searched, then single "
+                    "blocks around the cuts"
+                )
+                weights = np.add(*self.costs.block_times(rules.loss_unit))
+                component = in_runs(component, weights.tolist())
+            self._trees[key] = self._make(component, rules)
+        return self._trees[key]
+
+    def around_cuts(self, rules: BatchRules, groups: Sequence[Sequence[str]]) -> SearchTree:
+        """Return the tree with single blocks where stages of ``groups`` border on each other, and runs elsewhere."""
+        stage_of = {block: i for i, names in enumerate(groups) for block in self.costs.indices(names)}
+        signatures = block_signatures(self.graph, self.costs, rules)
+        return self._make(around_cuts(self._component, stage_of, signatures), rules)
+
+    def _make(self, component: Component, rules: BatchRules) -> SearchTree:
+        root = build_series(self.graph, self.costs, rules, component)
+        if _has_uncounted(root):
+            self.report.leave_out(
+                "which of very many branches share a stage: each was taken alone, or all together"
+            )
+        return SearchTree(
+            root=root,
+            longest=min(self._longest, path_items(component)),
+        )
+
+
+def _has_uncounted(series: Series) -> bool:
+    return any(
+        branches.is_uncounted or any(map(_has_uncounted, branches.kinds))
+        for branches in series.branches.values()
+    )

@@ -22,13 +22,13 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.batch_rules import BatchRules
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import interval_bytes
 from gpp_plugin.plan.costs.memory_formula import held_bytes, micro_batches_within, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, Savings, savings_of
-from gpp_plugin.plan.refine.block_sets import bits
+from gpp_plugin.plan.refine.block_sets import bits, connected_parts
+from gpp_plugin.plan.request import BatchRules
 
 # Series-parallel decomposition of a block graph; graphs that have none get one.
 #
@@ -44,7 +44,7 @@ class Component:
     """A node of the series-parallel tree.
 
     Args:
-        kind: ``block``, ``series`` or ``parallel``; ``run``: blocks in a row that are taken as one (`search_tree`).
+        kind: ``block``, ``series`` or ``parallel``; ``run``: blocks in a row that are taken as one (`in_runs`).
         blocks: positions of its blocks in the graph, increasing.
         children: in order for a series; none for a block.
     """
@@ -81,41 +81,21 @@ def _decompose(members: int, before: Sequence[int], after: Sequence[int]) -> Com
     nodes = tuple(bits(members))
     if len(nodes) == 1:
         return Component(kind="block", blocks=nodes)
-    parts = _connected(members, lambda node: (before[node] | after[node]) & members)
+    parts = connected_parts(members, lambda node: (before[node] | after[node]) & members)
     if len(parts) > 1:
         children = tuple(_decompose(part, before, after) for part in parts)
         return Component(kind="parallel", blocks=nodes, children=children)
-    parts = _connected(members, lambda node: members & ~(before[node] | after[node]))
+    parts = connected_parts(members, lambda node: members & ~(before[node] | after[node]))
     if len(parts) == 1:
         prefix = _cheapest_cut(members, nodes, before, after)
         parts = [prefix, members & ~prefix]
     else:
-        parts.sort(key=lambda part: (before[_lowest(part)] & members & ~part).bit_count())
+        parts.sort(key=lambda part: (before[next(bits(part))] & members & ~part).bit_count())
     items: list[Component] = []
     for part in parts:
         child = _decompose(part, before, after)
         items.extend(child.children if child.kind == "series" else (child,))
     return Component(kind="series", blocks=nodes, children=tuple(items))
-
-
-def _lowest(members: int) -> int:
-    return (members & -members).bit_length() - 1
-
-
-def _connected(members: int, neighbours: Callable[[int], int]) -> list[int]:
-    parts = []
-    rest = members
-    while rest:
-        part = frontier = rest & -rest
-        while frontier:
-            node = _lowest(frontier)
-            frontier &= frontier - 1
-            fresh = neighbours(node) & ~part
-            part |= fresh
-            frontier |= fresh
-        parts.append(part)
-        rest &= ~part
-    return parts
 
 
 def _cheapest_cut(members: int, nodes: Sequence[int], before: Sequence[int], after: Sequence[int]) -> int:
@@ -260,18 +240,29 @@ def build_series(
     Args:
         has_absorption: False leaves purely series-parallel plans: no stage owns part of a branch.
     """
-    items = component.children if component.kind == "series" else (component,)
     signatures = block_signatures(graph, costs, rules)
-    return _build(graph, items, component, signatures, {}, has_absorption)
+    known: dict[object, Series] = {}
+
+    def kinds_of(item: Component) -> Branches:
+        grouped: dict[object, list[Component]] = {}
+        for child in item.children:
+            grouped.setdefault(signature_of(child, signatures), []).append(child)
+        for signature, members in grouped.items():
+            if signature not in known:
+                known[signature] = _build(graph, members[0], kinds_of, has_absorption)
+        counts = [len(members) for members in grouped.values()]
+        states = [tuple([0] * len(counts)), tuple(counts)]
+        if int(np.prod([count + 1 for count in counts])) <= MAX_STATES:
+            states = list(itertools.product(*(range(count + 1) for count in counts)))
+        # A kind met elsewhere keeps its first table; its own members come first here all the same.
+        kinds, instances = [known[signature] for signature in grouped], list(grouped.values())
+        return Branches(component=item, kinds=kinds, instances=instances, states=states)
+
+    return _build(graph, component, kinds_of, has_absorption)
 
 
 def _build(
-    graph: BlockGraph,
-    items: tuple[Component, ...],
-    component: Component,
-    signatures: Sequence[int],
-    known: dict[object, Series],
-    has_absorption: bool,
+    graph: BlockGraph, component: Component, kinds_of: Callable[[Component], Branches], has_absorption: bool
 ) -> Series:
     # Real rows and columns are the items' own starts and ends; after them stand the virtual ones, which take in a part
     # of a parallel item next to the stage. Items 0 block a, 1 parallel (b0 b1 | b0' b1'), 2 block c:
@@ -283,11 +274,8 @@ def _build(
     #
     # Stage {b1, b1', c} is row 5, column 2. A tail needs an item behind the parallel one to be
     # joined to, a head one before it.
-    branches = {
-        i: _build_branches(graph, item, signatures, known, has_absorption)
-        for i, item in enumerate(items)
-        if item.kind == "parallel"
-    }
+    items = component.children if component.kind == "series" else (component,)
+    branches = {i: kinds_of(item) for i, item in enumerate(items) if item.kind == "parallel"}
     num = len(items)
     series = Series(
         component=component,
@@ -313,33 +301,6 @@ def _build(
                 series.column_extra.append(extra)
                 series.column_blocks.append(blocks)
     return series
-
-
-def _build_branches(
-    graph: BlockGraph,
-    item: Component,
-    signatures: Sequence[int],
-    known: dict[object, Series],
-    has_absorption: bool,
-) -> Branches:
-    grouped: dict[object, list[Component]] = {}
-    for child in item.children:
-        grouped.setdefault(signature_of(child, signatures), []).append(child)
-    kinds = []
-    for signature, members in grouped.items():
-        if signature not in known:
-            children = members[0].children if members[0].kind == "series" else (members[0],)
-            known[signature] = _build(graph, children, members[0], signatures, known, has_absorption)
-        kinds.append(known[signature])
-    counts = [len(members) for members in grouped.values()]
-    # A kind met elsewhere keeps its first table; its own members come first here all the same.
-    instances = [list(members) for members in grouped.values()]
-    total = int(np.prod([count + 1 for count in counts]))
-    if total <= MAX_STATES:
-        states = list(itertools.product(*(range(count + 1) for count in counts)))
-    else:
-        states = [tuple([0] * len(counts)), tuple(counts)]
-    return Branches(component=item, kinds=kinds, instances=instances, states=states)
 
 
 def _absorptions(

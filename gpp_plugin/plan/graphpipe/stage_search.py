@@ -250,7 +250,7 @@ class StageSearch:
         for branches in series.branches.values():
             for kind in branches.kinds:
                 self._collect(kind, maker)
-            self.tables[id(branches)] = maker.bins(branches)
+            self.tables[id(branches)] = maker.table(branches)
             self._num_ends[id(branches)] = len(branches.states)
         self.tables[id(series)] = maker.table(series)
         self._num_ends[id(series)] = series.num_items
@@ -508,18 +508,13 @@ class _Reader:
     def __init__(self, search: StageSearch) -> None:
         self.search = search
 
-    def _rest(self, branches: Branches, extra: Absorbed, *, is_tail: bool) -> Counts:
+    def _rest(self, branches: Branches, extra: Absorbed) -> Counts:
+        """Return [exit, level] of what is left of branches whose heads are taken away."""
         rest: Counts = self.search.best[id(branches)][branches.states.index(left_over(branches, extra))]
-        if extra.kind < 0:
-            return rest
-        whole: Counts = rest + extra.count * self._part(
-            branches.kinds[extra.kind], extra.cut, is_tail=is_tail
-        )
-        return whole
-
-    def _part(self, kind: Series, cut: int, *, is_tail: bool) -> Counts:
-        """Return [exit, level] of what is left of a branch whose tail (or head) is taken away."""
-        return self.search.parts(kind, np.array([cut]), is_tail=is_tail)[0]
+        if extra.kind >= 0:
+            part = self.search.parts(branches.kinds[extra.kind], np.array([extra.cut]), is_tail=False)[0]
+            rest = rest + extra.count * part
+        return rest
 
     def groups_of(self, series: Series, end: int, exit_level: int, level: int, place: int) -> list[Group]:
         """Return the stages of items ``place`` on (up to the end of index ``end``)."""
@@ -574,30 +569,15 @@ class _Reader:
                     extra = series.column_extra[c]
                     if extra is None:
                         return [blocks, *self.groups_of(series, end, exit_level, after, stop)]
-                    return self._fork_groups(series, end, exit_level, after, int(c), extra, blocks)
-        raise AssertionError("no choice leads to the value")
-
-    def _fork_groups(
-        self,
-        series: Series,
-        end: int,
-        exit_level: int,
-        level: int,
-        column: int,
-        extra: Absorbed,
-        blocks: Group,
-    ) -> list[Group]:
-        solved = self.search.solved[id(series)]
-        branches = series.branches[extra.position]
-        rest = self._rest(branches, extra, is_tail=False)
-        target = solved.columns[end, exit_level, level, column]
-        fewest = solved.fewest[end, exit_level]
-        pools = [list(members) for members in branches.instances]
-        for middle in range(level):
-            if rest[middle, level] + fewest[middle, extra.position + 1] == target:
-                own, found = self._split_branches(branches, pools, extra, middle, level, is_tail=False)
-                after = self.groups_of(series, end, exit_level, middle, extra.position + 1)
-                return [blocks + own, *found, *after]
+                    branches, behind = series.branches[extra.position], extra.position + 1
+                    pools = [list(members) for members in branches.instances]
+                    # by the level of what is behind the fork's branches
+                    left = self._rest(branches, extra)[:after, after]
+                    left = left + solved.fewest[end, exit_level, :after, behind]
+                    middle = int(np.flatnonzero(left == solved.columns[end, exit_level, after, c])[0])
+                    heads, found = self._split_branches(branches, pools, extra, middle, after, is_tail=False)
+                    rest = self.groups_of(series, end, exit_level, middle, behind)
+                    return [blocks + heads, *found, *rest]
         raise AssertionError("no choice leads to the value")
 
     def _split_branches(

@@ -14,10 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.time_formula import boundary_us, us_per_sample
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    boundary_us,
+    link_for_span,
+    ring_us,
+    us_per_sample,
+)
 from gpp_plugin.plan.graphpipe.intervals import (
     NO_LIMIT,
     Bools,
@@ -29,8 +33,10 @@ from gpp_plugin.plan.graphpipe.intervals import (
     bin_shapes,
     series_shapes,
 )
+from gpp_plugin.plan.make import SizeClasses
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import least_added_us
+from gpp_plugin.plan.request import BatchRules, PlanRequest
 
 # The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
 #
@@ -363,56 +369,48 @@ class TableMaker:
 
     def __init__(
         self,
-        graph: BlockGraph,
+        request: PlanRequest,
         costs: CostModel,
         rules: BatchRules,
         *,
         wish: int,
-        memory_limit: float,
-        link_us_per_byte: float,
-        is_gpipe: bool,
-        reduce_us_per_byte: Sequence[float],
-        grids: Sequence[tuple[int, int]],
         shapes: dict[int, StageShapes],
-        fitter: StageFitter | None = None,
-        levels: Sequence[int] = (),
+        fitter: StageFitter | None,
+        levels: Sequence[int],
     ) -> None:
         self.fitter, self.levels = fitter, levels
         self._tables: dict[int, StageTable] = {}
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
-        self.memory_limit, self.link_us_per_byte, self.is_gpipe = memory_limit, link_us_per_byte, is_gpipe
-        self.grids, self.reduce_us_per_byte = list(grids), list(reduce_us_per_byte)
-        names = [block.name for block in graph.blocks]
+        cluster, self.grids = request.cluster, rules.grids()
+        limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
+        most = request.memory_limit_bytes
+        self.memory_limit = limit if most is None else min(limit, most)
+        self.link_us_per_byte = link_for_span(cluster, request.num_ranks).occupied_us(1.0)
+        self.is_gpipe = request.schedule == "gpipe"
+        self.reduce_us_per_byte = [
+            ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in self.grids
+        ]
+        names = [block.name for block in request.graph.blocks]
         self._refused, self._divided = (
             {size: np.array([name in blocks for name in names], dtype=float) for size, blocks in of.items()}
             for of in (rules.tensors.refused, rules.tensors.divided)
         )
-        self.coupled = np.array([name in rules.coupled for name in names], dtype=float)
-        self.fixed_sizes = sorted(set(rules.fixed.values()))
-        self.fixed = [
-            np.array([rules.fixed.get(name) == size for name in names], dtype=float)
-            for size in self.fixed_sizes
-        ]
+        self._size_classes = SizeClasses(rules, names)
 
-    def table(self, series: Series) -> StageTable:
-        """Return the table of a series' intervals."""
-        if id(series) not in self.shapes:
-            self.shapes[id(series)] = series_shapes(series, self.costs)
-        return self._table_of(series)
-
-    def bins(self, parallel: Branches) -> StageTable:
-        """Return the table of stages that hold whole branches: one row, one column a state."""
-        if id(parallel) not in self.shapes:
-            self.shapes[id(parallel)] = bin_shapes(parallel, self.costs)
-        return self._table_of(parallel)
-
-    def _table_of(self, item: Series | Branches) -> StageTable:
+    def table(self, item: Series | Branches) -> StageTable:
+        """Return the table of a series' intervals, or of stages that hold whole branches: a row, a column a state."""
         if id(item) not in self._tables:
+            if id(item) not in self.shapes:
+                if isinstance(item, Series):
+                    self.shapes[id(item)] = series_shapes(item, self.costs)
+                else:
+                    self.shapes[id(item)] = bin_shapes(item, self.costs)
             self._tables[id(item)] = self._make(self.shapes[id(item)])
         return self._tables[id(item)]
 
     def _make(self, shapes: StageShapes) -> StageTable:
-        classes = self._classes(shapes)
+        of_class = self._size_classes
+        classes = of_class.of(np.stack([shapes.total(flags) for flags in of_class.flags]))
         variants = [v for i in range(len(self.grids)) for v in self._variants(shapes, i, classes)]
         if len(self.rules.tensors.sizes) > 1:
             variants = _merged(variants)
@@ -427,33 +425,33 @@ class TableMaker:
         table.us_per_sample[table.max_level == 0] = np.inf
         return table
 
-    def _variants(
-        self, shapes: StageShapes, i: int, classes: dict[tuple[bool, int | None], Bools]
-    ) -> Iterator[_Variant]:
-        """Yield the stages of one grid as they are, then those made to fit, level by level."""
+    def _variants(self, shapes: StageShapes, i: int, classes: Ints) -> Iterator[_Variant]:
+        """Yield the stages of one grid as they are, then those made to fit, level by level.
+
+        Args:
+            classes: [row, column] of micro-batch sizes.
+        """
         degree, tensor = self.grids[i]
         allowed, shapes = self._may_have(shapes, tensor), shapes.at_tensor(tensor)
-        classes = {key: mask & allowed for key, mask in classes.items()} if allowed is not None else classes
+        exists = shapes.valid if allowed is None else shapes.valid & allowed
+        sizes = np.where(exists, self._size_classes.sizes(classes, degree, self.wish), 0)
+        masks = {size: sizes == size for size in map(int, np.unique(sizes[sizes > 0]))}
         plain = _Variant.empty(shapes.valid.shape, degree * tensor, 0)
-        sizes = {key: self._size(*key, degree) for key in classes}
-        for key, mask in classes.items():
-            size = sizes[key]
-            if size is not None:
-                us, count = self._times(shapes, i, size), self._counts(shapes, size, degree)
-                levels = np.maximum(np.floor(count * (size / self.wish)), 1)
-                levels = np.where((count < 1) | self.is_gpipe, 0, levels)
-                levels = np.where(count >= self.rules.mini_batch // size, NO_LIMIT, levels)
-                plain.fill(mask, us, levels, size, self.wish)
+        for size, mask in masks.items():
+            us = self._times(shapes, i, size)
+            count = shapes.micro_batches_that_fit(size / degree, degree, self.memory_limit)
+            levels = np.maximum(np.floor(count * (size / self.wish)), 1)
+            levels = np.where((count < 1) | self.is_gpipe, 0, levels)
+            levels = np.where(count >= self.rules.mini_batch // size, NO_LIMIT, levels)
+            plain.fill(mask, us, levels, size, self.wish)
         yield plain
         if self.fitter is None or (plain.level >= self.levels[-1]).all():
             return
         for level in self.levels[-1:] if self.is_gpipe else self.levels:
             made = _Variant.empty(shapes.valid.shape, degree * tensor, level)
-            for key, mask in classes.items():
-                size = sizes[key]
-                if size is not None:
-                    us, levels = self._fitted(shapes, i, size, level)
-                    made.fill(mask & (plain.level < level), us, levels, size, self.wish)
+            for size, mask in masks.items():
+                us, levels = self._fitted(shapes, i, size, level)
+                made.fill(mask & (plain.level < level), us, levels, size, self.wish)
             if np.isfinite(made.us).any():
                 yield made
 
@@ -482,9 +480,6 @@ class TableMaker:
         )
         return found
 
-    def _counts(self, shapes: StageShapes, size: int, degree: int) -> Floats:
-        return shapes.micro_batches_that_fit(size / degree, degree, self.memory_limit)
-
     def _fitted(self, shapes: StageShapes, i: int, size: int, level: int) -> tuple[Floats, Floats]:
         """Return [row, column] times of stages made to fit at ``level``, and the level up to which they do."""
         assert self.fitter is not None
@@ -503,20 +498,3 @@ class TableMaker:
         us = self._times(shapes, i, size, added)
         levels = np.where(np.isfinite(us), NO_LIMIT if count == most else level, 0)
         return us, levels.astype(float)
-
-    def _classes(self, shapes: StageShapes) -> dict[tuple[bool, int | None], Bools]:
-        valid = shapes.valid
-        coupled = shapes.total(self.coupled) > 0.5
-        fixed = [shapes.total(flags) > 0.5 for flags in self.fixed]
-        conflict = sum(flags.astype(int) for flags in fixed) > 1 if fixed else np.zeros_like(valid)
-        free = ~np.any(fixed, axis=0) if fixed else np.ones_like(valid)
-        classes: dict[tuple[bool, int | None], Bools] = {}
-        for is_coupled in (False, True):
-            base = valid & (coupled == is_coupled) & ~conflict
-            classes[is_coupled, None] = base & free
-            for size, flags in zip(self.fixed_sizes, fixed, strict=True):
-                classes[is_coupled, size] = base & flags
-        return {key: mask for key, mask in classes.items() if mask.any()}
-
-    def _size(self, is_coupled: bool, fixed: int | None, degree: int) -> int | None:
-        return self.rules.size_of(fixed, is_coupled, degree, self.wish)

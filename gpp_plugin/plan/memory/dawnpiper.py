@@ -29,13 +29,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.linear_order import layer_bounds
+from gpp_plugin.plan.make import layer_bounds
 from gpp_plugin.plan.memory.capuchin import StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan, optimized, plan_chain
 from gpp_plugin.plan.memory.operator_chain import Ints, PipelineShape, TensorChain
@@ -205,32 +205,26 @@ class BinaryPartition:
             for at in range(least, most + 1):
                 halves(at)
         else:
-            self._find_crossing(halves, low, high, least, most)
+            # until those cuts are tried at which the left part ceases to be the shorter one
+            width = max(high - low, 1)
+            while low > least and halves(low)[0] > halves(low)[1]:
+                low, width = max(low - width, least), 2 * width
+            while high < most and halves(high)[0] < halves(high)[1]:
+                high, width = min(high + width, most), 2 * width
+            begin, end = low, high
+            while begin < end:
+                at = (begin + end) // 2
+                if halves(at)[0] < halves(at)[1]:
+                    begin = at + 1
+                else:
+                    end = at
+            for at in range(max(begin - NEIGHBOURS, least), min(begin + NEIGHBOURS, most) + 1):
+                halves(at)
         best = min(tried, key=lambda at: (max(tried[at]), sum(key[1] for key in tried[at])))
         cut = self._cuts[best]
         left = self.bi_partition(start, cut, first, middle)
         right = self.bi_partition(cut, stop, middle + 1, last)
         return max(left[0], right[0]), (*left[1], cut, *right[1])
-
-    @staticmethod
-    def _find_crossing(
-        halves: Callable[[int], tuple[Key, Key]], low: int, high: int, least: int, most: int
-    ) -> None:
-        """Try cuts until those are among them at which the left part ceases to be the shorter one."""
-        width = max(high - low, 1)
-        while low > least and halves(low)[0] > halves(low)[1]:
-            low, width = max(low - width, least), 2 * width
-        while high < most and halves(high)[0] < halves(high)[1]:
-            high, width = min(high + width, most), 2 * width
-        begin, end = low, high
-        while begin < end:
-            at = (begin + end) // 2
-            if halves(at)[0] < halves(at)[1]:
-                begin = at + 1
-            else:
-                end = at
-        for at in range(max(begin - NEIGHBOURS, least), min(begin + NEIGHBOURS, most) + 1):
-            halves(at)
 
 
 def partition_chain(optimizer: StageOptimizer) -> ChainPlan:

@@ -10,9 +10,12 @@ against another partition, more stages and smaller micro-batches. Three answers,
 
 How many micro-batches a stage holds follows from the graph of stages, not from its place in a chain.
 
-Source: this project; a module that runs again: Chen et al. 2016 (arXiv 1604.06174)
+Of a finished plan every layer can run again, whatever memory there is (`recompute_fully`).
+
+Source: this project; full recompute, a module that runs again: Chen et al. 2016 (arXiv 1604.06174)
 Tests: tests/plan/test_joined.py, tests/plan/test_stage_chain.py, tests/integrations/test_memory.py,
-    tests/plan/test_module_memory.py, tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py
+    tests/plan/test_module_memory.py, tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py,
+    tests/plan/test_full_recompute.py, tests/stage_graph/test_captured.py
 """
 
 from __future__ import annotations
@@ -26,11 +29,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gpp_plugin.config.key_names import name_of, setting_of
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
-from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.costs.memory_formula import memory_breakdown
+from gpp_plugin.plan.make import layer_bounds, pending_bytes, splits_backwards, with_part_times
+from gpp_plugin.plan.memory.capuchin import Interval, StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import LENGTHS, StageChain, WholeStage
 from gpp_plugin.plan.memory.operator_chain import (
     GraphTensors,
@@ -44,6 +51,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     nearest_to_fitting,
 )
 from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.validate_plan import validate_for
 
 # Swap or recompute of a stage that is a user's own module: one block, of which is known what it keeps and when.
 #
@@ -158,8 +166,10 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     bytes_of = {kind: sum(getattr(part, name) for name in names) for kind, names in _KINDS.items()}
     largest = max(bytes_of, key=bytes_of.__getitem__)
     changes = _changes(largest, allowed)
-    if largest == "gradients and optimizer state":
-        changes.insert(0, _zero(zero_stage, stage.degree))
+    # stage 3 shares out parameters, on ranks of several stages
+    if largest == "gradients and optimizer state" and stage.degree > 1 and zero_stage < 2:
+        more = setting_of("zero_stage", zero_stage + 1)
+        changes.insert(0, f"{more}: this stage has {stage.degree} ranks to share them out")
     if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
         changes.insert(
             0, f"{setting_of('zero_stage', 3)}: ranks of several stages then hold one of them whole at a time"
@@ -167,7 +177,7 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     return (
         f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
         f"({100 * part.total / part.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
-        f"{', '.join(change for change in changes if change)}",
+        f"{', '.join(changes)}",
     )
 
 
@@ -182,12 +192,6 @@ def _changes(largest: str, allowed: Sequence[str]) -> list[str]:
     if "swap" not in allowed:
         changes.append(setting_of("memory.swap", "auto"))
     return [*changes, "more stages"]
-
-
-def _zero(zero_stage: int, degree: int) -> str:
-    if degree == 1 or zero_stage >= 2:  # stage 3 shares out parameters, on ranks of several stages
-        return ""
-    return f"{setting_of('zero_stage', zero_stage + 1)}: this stage has {degree} ranks to share them out"
 
 
 FEW = 8
@@ -399,15 +403,10 @@ class StageFitter:
     def choose(self, rows: Rows, *, degree: int, local: float, in_flight: int, limit: int) -> StageChoice:
         """Return the cheapest memory optimization found that makes a stage fit, or the nearest to fitting."""
         module = self.request.profile.module([self.costs.graph.blocks[row].name for row in rows])
-        if module is None:
-            return self._choose_blocks(rows, degree, local, in_flight, limit)
-        chain = ModuleChain(self.costs, module, rows[0], local, degree=degree)
-        shape = self._shape(chain, in_flight, limit)
-        return choose_for_module(module, chain, shape, recompute=self.can_recompute, swap=self.can_swap)
-
-    def _choose_blocks(
-        self, rows: Rows, degree: int, local: float, in_flight: int, limit: int
-    ) -> StageChoice:
+        if module is not None:
+            whole = ModuleChain(self.costs, module, rows[0], local, degree=degree)
+            shape = self._shape(whole, in_flight, limit)
+            return choose_for_module(module, whole, shape, recompute=self.can_recompute, swap=self.can_swap)
         chain = StageChain(self.everything, rows, local, degree=degree)
         optimizer = StageOptimizer(
             chain,
@@ -418,11 +417,14 @@ class StageFitter:
         )
         choices = [optimizer.optimize(0, *chain.whole)]
         if choices[0].memory is not None:
+            # the segments of the best estimates, as intervals of the stage's chain
             excess = self._optimized_excess(rows, degree, local, in_flight, limit)
-            choices += [
-                optimizer.fitted(0, *chain.whole, segments)
-                for segments in self._best_segments(rows, local, in_flight, excess)
-            ]
+            steps, again_by = self._steps_of(rows, local)
+            us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
+            place = {row: i for i, row in enumerate(rows, 1)}
+            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist():
+                segments = sorted((place[cut[0]], place[cut[-1]] + 1) for cut in again_by[i])
+                choices.append(optimizer.fitted(0, *chain.whole, segments))
         return min(choices, key=lambda choice: choice.key)
 
     def _shape(self, chain: WholeStage, in_flight: int, limit: int) -> PipelineShape:
@@ -438,18 +440,6 @@ class StageFitter:
             schedule=self.request.schedule,
             counts=(in_flight,),
         )
-
-    def _best_segments(
-        self, rows: Rows, local: float, in_flight: int, excess: float
-    ) -> list[list[tuple[int, int]]]:
-        """Return the segments of the best estimates, as intervals of the stage's chain."""
-        steps, again_by = self._steps_of(rows, local)
-        us = added_us(excess, in_flight, steps, self.host, self.is_in_turn(in_flight))
-        place = {row: i for i, row in enumerate(rows, 1)}
-        return [
-            sorted((place[cut[0]], place[cut[-1]] + 1) for cut in again_by[i])
-            for i in np.argsort(us, kind="stable")[:NUM_ESTIMATES].tolist()
-        ]
 
     def estimated(self, plan: PipelinePlan) -> PipelinePlan:
         """Return a candidate with what it costs each stage to fit, roughly, and without saying how."""
@@ -541,3 +531,127 @@ def levels_to_fit(top: int) -> Sequence[int]:
     while found[-1] < top:
         found.append(found[-2] * 2)
     return sorted({level for level in found if level < top} | {top})
+
+
+# Full recompute: every layer of a finished plan runs its forward again before its backward (Chen et al., 2016).
+#
+# A stage keeps what enters its layers, and for one layer at a time what is inside. That is the classic checkpointing
+# of activations, which costs about a forward more whatever memory there is; `capuchin` recomputes what must be.
+#
+# A layer that drops nothing is left alone, and so is the last one of a stage with a single micro-batch in flight:
+# its backward follows its forward. A stage that is the user's own module runs again as a whole (`recompute_modules`).
+
+
+def recompute_fully(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return the plan with every layer recomputed, and with swaps only where it needs them to fit beside.
+
+    What the plan swapped or recomputed before is replaced.
+
+    Raises:
+        PlanError: it is not known what the model keeps for backward.
+        PlanInfeasible: a stage does not fit even so.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    everything = GraphTensors(costs)
+    modules = request.profile.modules
+    if not everything.names and not modules:
+        raise PlanError(
+            f"full recompute needs the operators of {plan.model!r}, which is not captured; write "
+            f"{setting_of('memory.recompute', 'auto')} and let its modules checkpoint themselves"
+        )
+    stages = tuple(
+        stage
+        if request.profile.module(stage.blocks) is not None
+        else _recomputed(stage, plan.num_versions(index), request, everything)
+        for index, stage in enumerate(plan.stages)
+    )
+    plan = dataclasses.replace(plan, stages=stages)
+    if modules:
+        return recompute_modules(plan, request)
+    if splits_backwards(plan):
+        plan = with_part_times(plan, costs)
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
+
+
+def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everything: GraphTensors) -> Stage:
+    costs = everything.costs.on(stage)
+    if costs is not everything.costs:
+        everything = GraphTensors(costs)
+    rows, local = costs.indices(stage.blocks), stage.local_batch_size
+    chain = StageChain(everything, rows, local, degree=stage.degree)
+    stash = costs.stashed_bytes(rows, num_versions)
+    limit = min(rank_limit(request, rank) for rank in stage.ranks)
+    stash += pending_bytes(stage, costs, stage.pending)  # what is held beside all that is saved
+    shape = PipelineShape(
+        num_stages=1,
+        num_micro_batches=stage.in_flight,
+        limits=(limit - stash,),
+        host_bytes_per_s=min(costs.cluster.devices[rank].host_bytes_per_s for rank in stage.ranks),
+        schedule=request.schedule,
+        counts=(stage.in_flight,),
+    )
+    optimizer = StageOptimizer(chain, shape, recompute=True, swap="swap" in request.memory_optimization)
+    choice = optimizer.fitted(0, *chain.whole, _layers(optimizer, chain, stage.in_flight))
+    if choice.excess_bytes > 0:
+        raise PlanInfeasible(_explain(stage, choice, stash, limit, request))
+    added = choice.memory.added_us if choice.memory is not None else 0.0
+    return dataclasses.replace(
+        stage,
+        backward_us=costs.stage_times(rows, local, stage.ranks)[1] + added,
+        memory_bytes=round(choice.memory_bytes) + stash,
+        memory=choice.memory,
+    )
+
+
+def _layers(optimizer: StageOptimizer, chain: StageChain, in_flight: int) -> Sequence[Interval]:
+    """Return the layers of a stage that gain something."""
+    start, stop = chain.whole
+    bounds = [start + bound for bound in layer_bounds(chain.names[start:stop])]
+    layers = list(zip(bounds, bounds[1:], strict=False))
+    if in_flight == 1:
+        layers.pop()
+    weighed = optimizer.weigh(0, start, stop, segments=layers).memory
+    segments = () if weighed is None else weighed.recomputed
+    return [layer for layer, s in zip(layers, segments, strict=True) if s.bytes > s.held_bytes]
+
+
+def _explain(stage: Stage, choice: StageChoice, stash: int, limit: int, request: PlanRequest) -> str:
+    also = " and swapped" if "swap" in request.memory_optimization else ""
+    return (
+        f"stage {stage.name!r} needs {choice.memory_bytes + stash:.0f} bytes with every layer recomputed{also}, a rank "
+        f"of it may use {limit}: {choice.excess_bytes:.0f} too many with {stage.in_flight} micro-batches of "
+        f"{stage.local_batch_size} samples in flight; lower {name_of('micro_batch_sizes')}, or add ranks or "
+        "stages"
+    )
+
+
+def recompute_modules(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return the plan with all its modules run again, whatever memory there is.
+
+    Those that gain nothing by it stay as they are.
+
+    Raises:
+        PlanInfeasible: a stage does not fit even so.
+    """
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    stages = tuple(_run_again(stage, costs, request.profile.module(stage.blocks)) for stage in plan.stages)
+    changed = dataclasses.replace(plan, stages=stages)
+    parts = memory_breakdown(changed, request.profile, graph=request.graph, zero_stage=request.zero_stage)
+    needs = [
+        old.memory_bytes if new is old else part.total
+        for old, new, part in zip(plan.stages, stages, parts, strict=True)
+    ]
+    changed = changed.with_each(memory_bytes=needs)
+    changed = dataclasses.replace(changed, iteration_us=evaluate_us(changed, costs))
+    validate_for(changed, request)
+    return changed
+
+
+def _run_again(stage: Stage, costs: CostModel, module: ModuleMemory | None) -> Stage:
+    if module is None:
+        return stage
+    local = stage.local_batch_size
+    memory = whole_again(module, local=local, in_flight=stage.in_flight, forward_us=stage.forward_us)
+    if memory is None:
+        return stage
+    return dataclasses.replace(stage, memory=memory, backward_us=costs.times_of(stage)[1] + memory.added_us)

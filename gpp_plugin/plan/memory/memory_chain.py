@@ -16,12 +16,19 @@ import numpy as np
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
+from gpp_plugin.plan.memory.capuchin import (
+    CAPS,
+    LEAST_PRICE,
+    PRICES,
+    Segments,
+    StageChoice,
+    StageOptimizer,
+    find_segments,
+)
 from gpp_plugin.plan.memory.operator_chain import (
     GraphTensors,
     OperatorChain,
@@ -30,8 +37,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     chain_results,
     chain_tensors,
 )
-from gpp_plugin.plan.memory.recompute_menu import CAPS, LEAST_PRICE, PRICES, Segments, find_segments
-from gpp_plugin.plan.request import PlanRequest, limit_gb, rank_limit
+from gpp_plugin.plan.request import PlanRequest, batch_rules, limit_gb, rank_limit
 
 # The blocks of one stage of a graph as a chain, so that what is worked out for chains applies to any stage.
 #
@@ -107,8 +113,14 @@ class StageChain(WholeStage):
         picked = list(rows)
         self.set_times(_framed(forward[picked]), _framed(backward[picked]))
         entering = list(dict.fromkeys(r for row in rows for r in everything.entering[row]))
-        results = everything.result_sizes(local)
-        sizes = _sizes_in_stage(everything, everything.sizes(local), results, place, entering)
+        results, sizes = everything.result_sizes(local), everything.sizes(local).copy()
+        received: dict[int, list[int]] = {}
+        for r in entering:
+            received.setdefault(everything.result_tensor[r], []).append(r)
+        for t, views in received.items():  # of those received as one view, what is received
+            is_outside = t >= 0 and everything.made[t] not in place
+            if is_outside and len(views) == 1 and everything.results[views[0]][1] not in place:
+                sizes[t] = results[views[0]]
         numbers = dict.fromkeys(t for row in rows for t in everything.saved_in[row])
         self.tensors = chain_tensors(everything, numbers, sizes, place)
         self.unsaved, self.crossing = chain_results(everything, entering, results, place, len(self.names))
@@ -133,25 +145,6 @@ class StageChain(WholeStage):
 
 def _framed(values: Floats) -> Floats:
     return np.concatenate([[0.0], values, [0.0]])
-
-
-def _sizes_in_stage(
-    everything: GraphTensors,
-    sizes: Floats,
-    result_sizes: Floats,
-    place: dict[int, int],
-    entering: Sequence[int],
-) -> Floats:
-    """Return the bytes of every tensor; of those received as one view, what is received."""
-    sizes = sizes.copy()
-    received: dict[int, list[int]] = {}
-    for r in entering:
-        received.setdefault(everything.result_tensor[r], []).append(r)
-    for t, results in received.items():
-        is_outside = t >= 0 and everything.made[t] not in place
-        if is_outside and len(results) == 1 and everything.results[results[0]][1] not in place:
-            sizes[t] = result_sizes[results[0]]
-    return sizes
 
 
 BOTH = ("recompute", "swap")
@@ -273,7 +266,11 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
     num_stages, degree = _stages_and_degree(request)
-    limits = _limits(request, num_stages, degree)
+    # the least memory of the consecutive ranks of every stage
+    limits = [
+        min(rank_limit(request, rank) for rank in range(i * degree, (i + 1) * degree))
+        for i in range(num_stages)
+    ]
     make_factory = functools.partial(
         OptimizerFactory,
         costs,
@@ -287,8 +284,11 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     # simulated step: the partition's own measure, the longest stage, does not know how long the pipeline takes to fill.
     best: PipelinePlan | None = None
     nearest: tuple[ChainPlan, int] | None = None
-    sizes = [size for size in rules.wishes() if _is_possible(request, rules, size, degree)]
-    for size in sizes:
+    # those that every stage may run, whatever it holds
+    names = [*sorted(rules.coupled)[:1], *rules.fixed, request.graph.blocks[0].name]
+    for size in rules.wishes():
+        if any(rules.micro_batch_size([name], degree, size) != size for name in names):
+            continue
         found = factory.best(partition, size / degree, request.mini_batch // size)
         if not found.fits:
             if nearest is None or found.key < nearest[0].key:
@@ -325,21 +325,6 @@ def _stages_and_degree(request: PlanRequest) -> tuple[int, int]:
     return num_stages, request.num_ranks // num_stages
 
 
-def _limits(request: PlanRequest, num_stages: int, degree: int) -> list[int]:
-    """Return the least memory of the consecutive ranks of every stage."""
-    return [
-        min(rank_limit(request, rank) for rank in range(i * degree, (i + 1) * degree))
-        for i in range(num_stages)
-    ]
-
-
-def _is_possible(request: PlanRequest, rules: BatchRules, size: int, degree: int) -> bool:
-    """Return whether every stage may run micro-batches of ``size``: all have one size here."""
-    groups: list[list[str]] = [[name] for name in (*sorted(rules.coupled)[:1], *rules.fixed)]
-    groups.append([request.graph.blocks[0].name])
-    return all(rules.micro_batch_size(group, degree, size) == size for group in groups)
-
-
 def _to_plan(
     request: PlanRequest, costs: CostModel, found: ChainPlan, size: int, degree: int, planner: str
 ) -> PipelinePlan:
@@ -355,22 +340,21 @@ def _to_plan(
     stages = []
     for stage in plan.stages:
         place = of_blocks[stage.blocks]
-        stages.append(_with_choice(stage, found.stages[place], len(groups) - place, request.mode))
+        choice = found.stages[place]
+        added = choice.memory.added_us if choice.memory is not None else 0.0
+        stages.append(
+            dataclasses.replace(
+                stage,
+                backward_us=stage.backward_us + added,
+                in_flight=len(groups) - place if request.mode == "async" else stage.in_flight,
+                memory_bytes=round(choice.memory_bytes),
+                memory=choice.memory,
+            )
+        )
     plan = dataclasses.replace(
         plan, stages=tuple(stages), mode=request.mode, vertical_sync=request.vertical_sync
     )
     return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
-
-
-def _with_choice(stage: Stage, choice: StageChoice, in_flight: int, mode: str) -> Stage:
-    added = choice.memory.added_us if choice.memory is not None else 0.0
-    return dataclasses.replace(
-        stage,
-        backward_us=stage.backward_us + added,
-        in_flight=in_flight if mode == "async" else stage.in_flight,
-        memory_bytes=round(choice.memory_bytes),
-        memory=choice.memory,
-    )
 
 
 def _explain(
@@ -382,6 +366,26 @@ def _explain(
     has_plan: Callable[[Sequence[str], int, int], bool],
 ) -> NoReturn:
     """Refuse, with the nearest changes that fit: more ways to save memory, or more stages; or more memory."""
+    # In this order, since each costs the user less than the next: another way to save memory, more ranks, more memory.
+    # The number of stages is bisected between one that is known not to do and one that does.
+    ways, least, num_stages = request.memory_optimization, min(limits), len(limits)
+    enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
+    while not has_plan(ways, num_stages, enough):
+        enough = round(enough * LIMIT_STEP)
+    memory = f"with {enough} bytes a rank ({setting_of('memory.limit_gb', float(limit_gb(enough)))})"
+    larger = (more for more in (("recompute",), ("swap",), BOTH) if set(more) > set(ways))
+    helpful = next((more for more in larger if has_plan(more, num_stages, least)), None)
+    low, high = num_stages, min(MOST_STAGES_TRIED * num_stages, len(request.graph.blocks))
+    if helpful is not None:
+        ways_text = " and ".join(setting_of(f"memory.{way}", "auto") for way in helpful)
+        fix = f"it fits with {ways_text}, or {memory}"
+    elif not has_plan(ways, high, least):
+        fix = f"it does not fit in {high} stages either; it does {memory}"
+    else:
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if has_plan(ways, middle, least) else (middle, high)
+        fix = f"it fits on {high * degree} ranks in {high} stages, or {memory}"
     lacking = ", ".join(
         f"stage {i} {choice.memory_bytes:.0f} of {limit} ({choice.excess_bytes:.0f} too many)"
         for i, (choice, limit) in enumerate(zip(found.stages, limits, strict=True))
@@ -390,32 +394,5 @@ def _explain(
     used = " and ".join(request.memory_optimization) or "no memory optimization"
     raise PlanInfeasible(
         f"no plan of {len(limits)} stages fits with {used}, the nearest with micro-batches of {size}: bytes needed a "
-        f"rank: {lacking}; {_what_fits(request, found, limits, degree, has_plan)}"
+        f"rank: {lacking}; {fix}"
     )
-
-
-def _what_fits(
-    request: PlanRequest,
-    found: ChainPlan,
-    limits: Sequence[int],
-    degree: int,
-    has_plan: Callable[[Sequence[str], int, int], bool],
-) -> str:
-    # In this order, since each costs the user less than the next: another way to save memory, more ranks, more memory.
-    # The number of stages is bisected between one that is known not to do and one that does.
-    ways, least = request.memory_optimization, min(limits)
-    enough = round(max(stage.memory_bytes for stage in found.stages)) + 1
-    while not has_plan(ways, len(limits), enough):
-        enough = round(enough * LIMIT_STEP)
-    memory = f"with {enough} bytes a rank ({setting_of('memory.limit_gb', float(limit_gb(enough)))})"
-    for more in (("recompute",), ("swap",), BOTH):
-        if set(more) > set(ways) and has_plan(more, len(limits), least):
-            ways_text = " and ".join(setting_of(f"memory.{way}", "auto") for way in more)
-            return f"it fits with {ways_text}, or {memory}"
-    low, high = len(limits), min(MOST_STAGES_TRIED * len(limits), len(request.graph.blocks))
-    if not has_plan(ways, high, least):
-        return f"it does not fit in {high} stages either; it does {memory}"
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if has_plan(ways, middle, least) else (middle, high)
-    return f"it fits on {high * degree} ranks in {high} stages, or {memory}"

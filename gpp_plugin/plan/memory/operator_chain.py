@@ -354,17 +354,9 @@ def savings_of(block: Savings, total: Any, peak: Any) -> Savings:
     Args:
         total, peak: sum and largest, over every stage's blocks, of values by block.
     """
-    return Savings(
-        net=total(block.net),
-        dropped=total(block.dropped),
-        work=peak(block.work),
-        again_us=total(block.again_us),
-        saved=total(block.saved),
-        largest=peak(block.largest),
-        left=peak(block.left),
-        forward_us=total(block.forward_us),
-        backward_us=total(block.backward_us),
-    )
+    names = [each.name for each in dataclasses.fields(Savings)]
+    largest = ("work", "largest", "left")
+    return Savings(**{name: (peak if name in largest else total)(getattr(block, name)) for name in names})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,12 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Sequence
 
+import networkx as nx
 import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
+from gpp_plugin.plan.make import linear_order, order_stages, split_by_weight
 
 Mask = int
 Around = tuple[tuple[int, ...], tuple[int, ...]]
@@ -105,7 +107,8 @@ class BlockSets:
         # change from both ends, two a round, and all of them would be half the blocks as many times.
         before = [list(bits(mask)) for mask in self.before]
         after = [list(bits(mask)) for mask in self.after]
-        kinds = _numbered([costs.cost_key(i) for i in range(len(self.names))])
+        numbers: dict[Hashable, int] = {}
+        kinds = [numbers.setdefault(costs.cost_key(i), len(numbers)) for i in range(len(self.names))]
         sizes = Counter(kinds)
         around_of: dict[int, Around] = {}  # what those of a number that are not visited have around them
         changed: set[int] = set(range(len(kinds)))
@@ -193,13 +196,7 @@ class BlockSets:
 
     def parts(self, mask: Mask) -> list[Mask]:
         """Return the parts of a set that nothing inside it connects."""
-        parts, rest = [], mask
-        both = [a | b for a, b in zip(self.before, self.after, strict=True)]
-        while rest:
-            part = self.reach((rest & -rest).bit_length() - 1, mask, both)
-            parts.append(part)
-            rest &= ~part
-        return parts
+        return connected_parts(mask, lambda block: (self.before[block] | self.after[block]) & mask)
 
     @remembered
     def cuts(self, mask: Mask, *, most_blocks: int) -> list[Mask]:
@@ -224,9 +221,20 @@ class BlockSets:
         return [p for p in dict.fromkeys(prefixes) if p and p != mask]
 
 
-def _numbered(keys: Sequence[Hashable]) -> list[int]:
-    numbers: dict[Hashable, int] = {}
-    return [numbers.setdefault(key, len(numbers)) for key in keys]
+def connected_parts(mask: Mask, neighbours: Callable[[int], Mask]) -> list[Mask]:
+    """Return the parts of a set that ``neighbours``, which are of the set, do not connect."""
+    parts = []
+    while mask:
+        part = frontier = mask & -mask
+        while frontier:
+            low = frontier & -frontier
+            frontier ^= low
+            fresh = neighbours(low.bit_length() - 1) & ~part
+            part |= fresh
+            frontier |= fresh
+        parts.append(part)
+        mask &= ~part
+    return parts
 
 
 def bits(mask: Mask) -> Iterator[int]:
@@ -282,6 +290,35 @@ def boundary_moves(sets: BlockSets, masks: list[Mask], i: int) -> Iterator[list[
             changed[j] = other | 1 << block
             if sets.is_acyclic(changed):
                 yield changed
+
+
+def evened_out(
+    sets: BlockSets,
+    masks: Sequence[Mask],
+    loads: Callable[[Sequence[Mask]], Sequence[float]],
+    unevenness: Callable[[Sequence[Mask]], float],
+    others: Sequence[Mask] = (),
+) -> list[Mask]:
+    """Return the stages after moves of boundary blocks that make the heaviest ones lighter.
+
+    Args:
+        unevenness: falls with each move: a sum of the loads' eighth powers, which the largest dominates.
+        others: sets that are no stages, and stay as they are.
+    """
+    best, current, fixed = unevenness(masks), list(masks), list(others)
+    for _ in range(ROUNDS):
+        own = loads(current)
+        heaviest = max(range(len(current)), key=own.__getitem__)
+        changes = boundary_moves(sets, [*current, *fixed], heaviest)
+        options = [
+            (unevenness(changed[: len(current)]), number, changed[: len(current)])
+            for number, changed in enumerate(changes)
+            if changed[len(current) :] == fixed
+        ]
+        if not options or min(options)[0] >= best * (1 - 1e-12):
+            break
+        best, _, current = min(options)
+    return current
 
 
 def swaps(sets: BlockSets, masks: list[Mask]) -> Iterator[list[Mask]]:
@@ -398,3 +435,125 @@ def _in_ways(
 
 def _merged(masks: Sequence[Mask], i: int, j: int) -> list[Mask]:
     return [mask for n, mask in enumerate(masks) if n not in (i, j)] + [masks[i] | masks[j]]
+
+
+LARGEST_SHARE, LEAST_SHARE = 0.7, 0.002
+"""Of all work: what a branch may have that is put on the ranks of the rest."""
+MOST_BRANCHES = 4
+FEW_BLOCKS = 12
+"""Blocks up to which more partitions are tried, and more moves."""
+ROUNDS = 64
+"""Moves that even out a partition at most."""
+
+
+class Partitioner:
+    """Cuts sets of blocks of one graph into stages.
+
+    Args:
+        local: samples a rank computes at a time, at which work is weighed.
+    """
+
+    def __init__(self, costs: CostModel, local: float) -> None:
+        self.costs = costs
+        self.sets = BlockSets(costs)
+        forward, backward = costs.block_times(local)
+        self._weights = (forward + backward).tolist()
+        self._chain = linear_order(costs.graph)
+
+    @remembered
+    def load(self, mask: Mask) -> float:
+        """Return the work of a set of blocks on one micro-batch."""
+        return float(sum(self._weights[row] for row in self.sets.rows(mask)))
+
+    def partitions(self, groups: Sequence[Sequence[str]], count: int) -> list[tuple[tuple[str, ...], ...]]:
+        """Return ways to cut the blocks of ``groups`` into ``count`` stages: from these groups, and as a chain.
+
+        Args:
+            groups: stages of a plan; blocks that are in none of them precede all of theirs.
+        """
+        masks = [self.sets.mask_of(group) for group in groups]
+        distinct: dict[tuple[tuple[str, ...], ...], None] = {}
+        for each in (self._reshaped(masks, count), self._chained(masks, count)):
+            if each is not None:
+                even = evened_out(
+                    self.sets,
+                    each,
+                    lambda masks: [self.load(mask) for mask in masks],
+                    lambda masks: sum(self.load(mask) ** 8 for mask in masks),
+                    self._others(each),
+                )
+                distinct[self.ordered(even)] = None
+                for near in self._near(even) if len(self.sets.names) <= FEW_BLOCKS else ():
+                    distinct[self.ordered(near)] = None
+        return list(distinct)
+
+    def _near(self, masks: Sequence[Mask]) -> Iterator[list[Mask]]:
+        """Yield partitions one move away: of few blocks the most even one is rarely the best on shared ranks."""
+        others = self._others(masks)
+        for i in range(len(masks)):
+            for changed in boundary_moves(self.sets, [*masks, *others], i):
+                if changed[len(masks) :] == others:
+                    yield changed[: len(masks)]
+
+    def _others(self, masks: Sequence[Mask]) -> list[Mask]:
+        """Return what is in none of these sets, as one: it precedes all of them, or follows them."""
+        rest = (1 << len(self.sets.names)) - 1 & ~sum(masks)
+        return [rest] if rest else []
+
+    def _reshaped(self, masks: Sequence[Mask], count: int) -> list[Mask] | None:
+        """Return as many stages, some of them cut or merged."""
+        if len(masks) <= count:
+            return reshape(self.sets, masks, count, self.load)
+        # what is merged must not make a circle with the blocks that are in none of them, which stay separate
+        others = self._others(masks)
+        found = reshape(
+            self.sets,
+            [*masks, *others],
+            count + len(others),
+            lambda mask: float("inf") if any(mask & other for other in others) else self.load(mask),
+        )
+        return None if found is None else [mask for mask in found if mask not in others]
+
+    def ordered(self, masks: Sequence[Mask]) -> tuple[tuple[str, ...], ...]:
+        """Return the blocks of stages, producers first."""
+        parts = [self.sets.blocks(mask) for mask in masks]
+        covered = {name for part in parts for name in part}
+        rest = [(block.name,) for block in self.costs.graph.blocks if block.name not in covered]
+        order = order_stages(self.costs.graph, [*rest, *parts], costs=self.costs)
+        return tuple(parts[i - len(rest)] for i in order if i >= len(rest))
+
+    def _chained(self, masks: Sequence[Mask], count: int) -> list[Mask] | None:
+        """Return consecutive pieces of the linear order, the largest as small as possible."""
+        everything = sum(masks)
+        names = [name for name in self._chain if everything >> self.sets.index[name] & 1]
+        if len(names) < count:
+            return None
+        cuts = split_by_weight([self._weights[self.sets.index[name]] for name in names], count)
+        return [self.sets.mask_of(names[start:stop]) for start, stop in itertools.pairwise(cuts)]
+
+    def branches(self) -> list[tuple[str, ...]]:
+        """Return branches that nothing but their own blocks precedes, those with most work first.
+
+        At a join each of what it joins, with all before it, is one, and so are all of them but the heaviest together.
+        """
+        # CLIP's loss joins a vision and a text tower: each is one. LLaVA's first layer joins vision and embeddings:
+        # each is one, and the vision tower is worth a place. What precedes a branch stays with it, so that the rest is
+        # a graph too, which reads from the branch and never the other way.
+        graph = self.costs.graph.dependencies()
+        everything = self.load(self.sets.mask_of(list(graph.nodes)))
+        found: dict[Mask, float] = {}
+        for join in graph.nodes:
+            before = list(graph.predecessors(join))
+            if len(before) < 2:
+                continue
+            masks = sorted(
+                (self.sets.mask_of([*nx.ancestors(graph, name), name]) for name in before), key=self.load
+            )
+            others = 0
+            for mask in masks[:-1]:
+                others |= mask
+            for mask in (*masks, others):
+                if LEAST_SHARE * everything <= self.load(mask) <= LARGEST_SHARE * everything:
+                    found[mask] = self.load(mask)
+        heaviest = sorted(found, key=lambda mask: (-found[mask], mask))[:MOST_BRANCHES]
+        return [self.sets.blocks(mask) for mask in heaviest]

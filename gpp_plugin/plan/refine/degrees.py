@@ -14,13 +14,19 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gpp_plugin.plan.batch_rules import ANY_SIZE, BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, Kinds, link_for_span, remembered, ring_us
-from gpp_plugin.plan.costs.time_formula import us_per_sample
+from gpp_plugin.plan.costs.cost_model import (
+    CostModel,
+    Floats,
+    Kinds,
+    link_for_span,
+    remembered,
+    ring_us,
+    us_per_sample,
+)
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest, rank_limit
 
 
 class Option(NamedTuple):
@@ -86,11 +92,9 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._sizings: dict[tuple[int, bool, tuple[int, ...], Kinds, int], _Sizing] = {}
         self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
-        self._wishes = rules.wishes()
 
     def choose(
         self,
@@ -143,7 +147,8 @@ class DegreeChooser:
                     end = used + count
                     if end > most:
                         break
-                    option = _of_count(options_of(stage, *self._span(used, end)), count)
+                    fitting = [o for o in options_of(stage, *self._span(used, end)) if o.num_ranks == count]
+                    option = min(fitting, key=lambda o: o.us_per_sample, default=None)
                     if option is None or option.us_per_sample > limit_us:
                         continue
                     key = max(slowest, option.us_per_sample), total + option.us_per_sample
@@ -184,9 +189,7 @@ class DegreeChooser:
     @remembered
     def sizes(self, mask: Mask, degree: int) -> list[int]:
         """Return the micro-batch sizes a stage of that degree may have."""
-        blocks = self.sets.blocks(mask)
-        sizes = {self.rules.micro_batch_size(blocks, degree, wish) for wish in self._wishes}
-        return sorted(size for size in sizes if size is not None)
+        return self.rules.sizes(self.sets.blocks(mask), degree)
 
     def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
         """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
@@ -258,10 +261,7 @@ class DegreeChooser:
         """Return every degree of a stage at a tensor size with its time."""
         costs = self.costs.at_tensor(tensor)
         fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
-        key = wish, bool(self._coupled & mask), fixed, kinds, tensor
-        sizing = self._sizings.get(key)
-        if sizing is None:
-            sizing = self._sizings[key] = self._make_sizing(mask, wish, tensor, *kinds)
+        sizing = self._sizing(wish, bool(self._coupled & mask), fixed, kinds, tensor)
         rows = np.array(self.sets.rows(mask))
         gradient = costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
@@ -271,14 +271,17 @@ class DegreeChooser:
         times = us.tolist(), forward.tolist(), backward.tolist()
         return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
 
-    def _make_sizing(self, mask: Mask, wish: int, tensor: int, kind: int | None = None) -> _Sizing:
-        request, costs, blocks = self.request, self.costs.at_tensor(tensor), self.sets.blocks(mask)
-        found = [
-            (degree, size)
-            for degree, of_grid in self.rules.grids()
-            if of_grid == tensor and (size := self.rules.micro_batch_size(blocks, degree, wish)) is not None
-        ]
-        times = [costs.block_times(size // degree, kind) for degree, size in found]
+    @remembered
+    def _sizing(
+        self, wish: int, is_coupled: bool, fixed: tuple[int, ...], kinds: Kinds, tensor: int
+    ) -> _Sizing:
+        request, costs = self.request, self.costs.at_tensor(tensor)
+        found = []
+        for degree, of_grid in self.rules.grids() if len(fixed) < 2 else ():
+            size = self.rules.size_of(fixed[0] if fixed else None, is_coupled, degree, wish)
+            if of_grid == tensor and size is not None:
+                found.append((degree, size))
+        times = [costs.block_times(size // degree, *kinds) for degree, size in found]
         shape = (len(found), len(costs.index))
         links = [link_for_span(request.cluster, degree * tensor) for degree, _ in found]
         # An all-reduce is latency and bytes: the first is what one without bytes takes.
@@ -294,11 +297,6 @@ class DegreeChooser:
             reduce_us=np.array(latency) * steps / request.mini_batch,
             reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
         )
-
-
-def _of_count(options: Sequence[Option], num_ranks: int) -> Option | None:
-    fitting = [option for option in options if option.num_ranks == num_ranks]
-    return min(fitting, key=lambda option: option.us_per_sample, default=None)
 
 
 def choose_degrees(

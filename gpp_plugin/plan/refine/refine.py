@@ -23,16 +23,14 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from gpp_plugin.plan.batch_rules import BatchRules
-from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
-from gpp_plugin.plan.costs.time_formula import us_per_sample
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import (
     BlockSets,
     Mask,
-    boundary_moves,
+    evened_out,
     merged_and_cut,
     regroupings,
     reshape,
@@ -40,8 +38,7 @@ from gpp_plugin.plan.refine.block_sets import (
     swaps,
 )
 from gpp_plugin.plan.refine.degrees import DegreeChooser
-from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport
 
 SLACKS = (0.0, 0.5, 1.0)
 
@@ -143,7 +140,11 @@ class Refiner:
             self._seen[key] = NOT_WORTH
             return None
         if slack > 0:
-            drafts = self._with_slack(masks, drafts, slack)
+            heights = self.sets.heights(masks)
+            drafts = [
+                dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
+                for draft, height in zip(drafts, heights, strict=True)
+            ]
         score = self._score(drafts)
         self._seen[key] = score
         return Candidate(
@@ -172,14 +173,6 @@ class Refiner:
             reducing = (o.us_per_sample - computing) * self.request.mini_batch
             times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing))
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
-
-    def _with_slack(
-        self, masks: Sequence[Mask], drafts: Sequence[StageDraft], slack: float
-    ) -> list[StageDraft]:
-        return [
-            dataclasses.replace(draft, extra_in_flight=math.ceil((height - 1) * slack))
-            for draft, height in zip(drafts, self.sets.heights(masks), strict=True)
-        ]
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
@@ -239,23 +232,18 @@ class Refiner:
         self._cutoff_us = float("inf")
         return best
 
-    def balance(self, start: Candidate, *, rounds: int = 64) -> Candidate:
+    def balance(self, start: Candidate) -> Candidate:
         """Return the candidate reached by moves that even out the stages' times per sample, unpredicted.
 
         The p-norm of the times falls with every move, so plateaus on which several stages are the
         bottleneck (no single move shortens the step) are crossed.
         """
-        masks, best = list(start.masks), self._unevenness(start.masks, start.wish, start.way)
-        for _ in range(rounds):
-            loads = self._loads(start.wish, masks)
-            heaviest = max(range(len(masks)), key=loads.__getitem__)
-            options = [
-                (self._unevenness(changed, start.wish, start.way), n, changed)
-                for n, changed in enumerate(boundary_moves(self.sets, masks, heaviest))
-            ]
-            if not options or min(options)[0] >= best * (1 - 1e-12):
-                break
-            best, _, masks = min(options)
+        masks = evened_out(
+            self.sets,
+            start.masks,
+            lambda masks: self._loads(start.wish, masks),
+            lambda masks: self._unevenness(masks, start.wish, start.way),
+        )
         return self.with_masks(masks, start.wish, start.slack, start.way) or start
 
     def _unevenness(self, masks: Sequence[Mask], wish: int, way: int) -> float:
@@ -277,16 +265,13 @@ class Refiner:
             placed = {frozenset(stage.blocks): stage.ranks for stage in plan.stages}
         else:
             placed = {}
-        return [
-            self._us_per_sample(mask, draft, placed.get(frozenset(draft.blocks)))
-            for mask, draft in zip(at.masks, at.drafts, strict=True)
-        ]
-
-    def _us_per_sample(self, mask: Mask, draft: StageDraft, ranks: Sequence[int] | None) -> float:
-        local = draft.micro_batch_size / draft.degree
-        costs = self.costs.at_tensor(draft.tensor)
-        computing = sum(costs.stage_times(self.sets.rows(mask), local, ranks))
-        return float(us_per_sample(computing, draft.micro_batch_size))
+        times = []
+        for mask, draft in zip(at.masks, at.drafts, strict=True):
+            own, local = self.costs.at_tensor(draft.tensor), draft.micro_batch_size / draft.degree
+            ranks = placed.get(frozenset(draft.blocks))
+            computing = sum(own.stage_times(self.sets.rows(mask), local, ranks))
+            times.append(float(us_per_sample(computing, draft.micro_batch_size)))
+        return times
 
     def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
         """Yield the candidates one move away, the most promising kinds first."""

@@ -30,31 +30,41 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
-from gpp_plugin.plan.batch_rules import BatchRules, batch_rules
 from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
-from gpp_plugin.plan.refine.block_sets import boundary_moves, merged_and_cut, swaps
-from gpp_plugin.plan.registry import run_planner
-from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
-from gpp_plugin.plan.search_report import SearchReport
-from gpp_plugin.plan.selection import validate_for
-from gpp_plugin.plan.shared.partitions import (
-    AS_PLANNED,
+from gpp_plugin.plan.make import (
+    StageDraft,
+    build_plan,
+    complete_plan,
+)
+from gpp_plugin.plan.refine.block_sets import (
     FEW_BLOCKS,
     Partitioner,
-    Start,
-    StartMaker,
+    boundary_moves,
+    merged_and_cut,
+    swaps,
+)
+from gpp_plugin.plan.registry import run_planner
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules, one_stage_a_rank
+from gpp_plugin.plan.shared.shared_evaluator import (
+    BUDGET,
+    LEFT_OUT,
+    Drafts,
+    Map,
+    SharedEvaluator,
     exchanged_stages,
     moved_stages,
+    round_robin,
+    usual_maps,
 )
-from gpp_plugin.plan.shared.shared_evaluator import BUDGET, LEFT_OUT, Drafts, SharedEvaluator
+from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.schedule.names import AUTO
 
 logger = logging.getLogger(__name__)
@@ -146,7 +156,6 @@ def _searches(
         plan: the best known whose ranks hold one stage each.
         done: the searches so far, of those yielded before.
     """
-    free = _requests(request)
     yield request, plan
     if is_large(request):
         report.leave_out(
@@ -154,6 +163,11 @@ def _searches(
             f"{MAX_BASELINE_SIZE} blocks x ranks)"
         )
         return
+    free = [request]  # and those with less freedom that it contains
+    if request.colocate and request.virtual_stages != 1:
+        free.append(dataclasses.replace(request, colocate=False))
+    if request.colocate and request.virtual_stages is None:
+        free.append(dataclasses.replace(request, virtual_stages=1))
     for each in free[1:]:
         yield each, plan
     if plan.planner != "auto":
@@ -205,16 +219,6 @@ def _best_sizes(searches: Sequence[_Search]) -> list[int]:
     return sorted((size for size in best if best[size] <= near), key=lambda size: best[size])[:NUM_SIZES]
 
 
-def _requests(request: PlanRequest) -> list[PlanRequest]:
-    """Return the request, and those with less freedom that it contains."""
-    requests = [request]
-    if request.colocate and request.virtual_stages != 1:
-        requests.append(dataclasses.replace(request, colocate=False))
-    if request.colocate and request.virtual_stages is None:
-        requests.append(dataclasses.replace(request, virtual_stages=1))
-    return requests
-
-
 def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> str:
     wanted = (
         setting_of("virtual_stages", request.virtual_stages)
@@ -241,6 +245,177 @@ def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> st
         f"{name_of('virtual_stages')} or {name_of('micro_batch_sizes')}, add ranks, or raise "
         f"{name_of('memory.limit_gb')}"
     )
+
+
+# Where a search for plans of shared ranks starts: interleaved stages, branches on the ranks of others, and both.
+#
+# N ranks, the first four of eight here, in p groups of d; v stages a group:
+#
+#     interleaved      v p stages of d ranks each, put on groups by maps (`usual_maps`)
+#     colocated        a branch on the ranks of the rest, which is planned on all ranks as p or v p stages:
+#                      over all ranks, over those of the first groups or the last, or cut into p stages, one a group
+
+
+VIRTUAL = (2, 3, 4)
+"""Stages a group of ranks that are tried where the number is left open."""
+AS_PLANNED = "stages of ranks of their own, some moved to those of others"
+BRANCH_SIZES = 3
+"""Micro-batch sizes of a branch that are tried beside one of the rest."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Stages with ranks, and what to call their way to share these."""
+
+    drafts: Drafts
+    how: str
+
+
+class StartMaker:
+    """Makes starts for one request from a plan whose ranks hold one stage each.
+
+    Args:
+        plan: the best such plan known.
+        most_groups: of equal size, into which ranks are divided.
+    """
+
+    def __init__(
+        self,
+        request: PlanRequest,
+        rules: BatchRules,
+        partitioner: Partitioner,
+        plan: PipelinePlan,
+        *,
+        most_groups: int | None = None,
+    ) -> None:
+        self._most_groups = request.num_ranks if most_groups is None else most_groups
+        self._request, self._rules, self._partitioner = request, rules, partitioner
+        self._plan = plan
+        self._groups = [stage.blocks for stage in plan.stages]
+        self._num_blocks = len(request.graph.blocks)
+
+    def starts(self) -> Iterator[Start]:
+        """Yield all starts the request allows."""
+        request = self._request
+        if not request.must_share_ranks:
+            drafts = (dataclasses.replace(StageDraft.of(s), ranks=s.ranks) for s in self._plan.stages)
+            yield Start(drafts=tuple(drafts), how=AS_PLANNED)
+        if request.virtual_stages != 1 or request.must_share_ranks:
+            for degree, count in self._counts():
+                yield from self.interleaved(degree, count)
+        if request.colocate and request.num_stages is None:
+            for branch in self._partitioner.branches():
+                yield from self.colocated(branch)
+
+    def _counts(self) -> Iterator[tuple[int, int]]:
+        """Yield (ranks of a group, stages in all) that are requested or worth trying."""
+        # 8 ranks, virtual stages "auto": groups of 1, 2 and 4 with 2, 3 and 4 stages each: (1, 16), (1, 24) ...
+        request = self._request
+        for degree in self._degrees():
+            groups = request.num_ranks // degree
+            if request.num_stages is not None:
+                is_even = request.num_stages == (request.virtual_stages or 0) * groups
+                if request.num_stages > groups and (is_even or request.virtual_stages in (None, 1)):
+                    yield degree, request.num_stages
+                continue
+            virtual = VIRTUAL if request.virtual_stages in (None, 1) else (request.virtual_stages,)
+            for each in virtual:
+                if each is not None and each * groups <= self._num_blocks:
+                    yield degree, each * groups
+
+    def _degrees(self) -> list[int]:
+        """Return the sizes of groups, equal ones, that make at least two groups; all ranks as one where none do."""
+        total = self._request.num_ranks
+        fitting = [degree for degree in self._rules.degrees() if total % degree == 0]
+        fitting = [degree for degree in fitting if total // degree <= self._most_groups] or fitting
+        return [degree for degree in fitting if degree < total] or fitting
+
+    def interleaved(self, degree: int, count: int) -> Iterator[Start]:
+        """Yield starts of ``count`` stages of ``degree`` ranks each."""
+        groups = self._request.num_ranks // degree
+        for parts in self._partitioner.partitions(self._groups, count):
+            loads = [self._load(part) for part in parts]
+            for placed in usual_maps(loads, groups):
+                for wish in self._wishes(degree):
+                    drafts = self.on_groups(parts, placed, degree, wish)
+                    if drafts is not None:
+                        how = f"{count} stages on {_counted(groups, 'group')} of {_counted(degree, 'rank')}"
+                        yield Start(drafts=drafts, how=how)
+
+    def colocated(self, branch: Sequence[str]) -> Iterator[Start]:
+        """Yield starts with a branch on the ranks of the rest."""
+        own = frozenset(branch)
+        rest = [tuple(name for name in group if name not in own) for group in self._groups]
+        rest = [group for group in rest if group]
+        left = sum(map(len, rest))
+        virtual = self._request.virtual_stages
+        for degree in self._degrees():
+            groups = self._request.num_ranks // degree
+            for each in (1, 2) if virtual is None else (virtual,):
+                if each * groups > left:
+                    continue
+                for parts in self._partitioner.partitions(rest, each * groups):
+                    trunk = parts, round_robin(len(parts), groups)
+                    for wish in self._wishes(degree):
+                        yield from self._with_branch(branch, trunk, degree, wish)
+
+    def _with_branch(
+        self, branch: Sequence[str], trunk: tuple[tuple[tuple[str, ...], ...], Map], degree: int, wish: int
+    ) -> Iterator[Start]:
+        """Yield a trunk on all groups with the branch on some of them."""
+        parts, placed = trunk
+        total = self._request.num_ranks
+        stages = self.on_groups(parts, placed, degree, wish)
+        if stages is None:
+            return
+        groups = total // degree
+        spans = {(0, total): "all ranks"}
+        for num in {1, groups // 2} - {0, groups}:
+            spans[0, num * degree] = f"the first {num * degree} ranks"
+            spans[total - num * degree, total] = f"the last {num * degree} ranks"
+        first = branch[0]
+        for (begin, end), where in spans.items():
+            # the least sizes that its ranks and the rest's divide, and larger ones
+            sizes = [size for size in self._rules.sizes(branch, end - begin) if size >= wish]
+            for size in sizes[:BRANCH_SIZES]:
+                draft = StageDraft(
+                    blocks=tuple(branch),
+                    degree=end - begin,
+                    micro_batch_size=size,
+                    ranks=tuple(range(begin, end)),
+                )
+                yield Start(drafts=(draft, *stages), how=f"{first} and what follows on {where}")
+        if 1 < groups <= len(branch):
+            for pieces in self._partitioner.partitions([branch], groups):
+                cut = self.on_groups(pieces, round_robin(groups, groups), degree, wish)
+                if cut is not None:
+                    yield Start(
+                        drafts=(*cut, *stages), how=f"{first} and what follows, a stage on each group"
+                    )
+
+    def on_groups(
+        self, parts: Sequence[tuple[str, ...]], placed: Map, degree: int, wish: int
+    ) -> Drafts | None:
+        """Return stages of ``degree`` ranks each on the groups of a map; None where a stage has no micro-batch size."""
+        drafts = []
+        for part, group in zip(parts, placed, strict=True):
+            size = self._rules.micro_batch_size(part, degree, wish)
+            if size is None:
+                return None
+            ranks = tuple(range(group * degree, (group + 1) * degree))
+            drafts.append(StageDraft(blocks=part, degree=degree, micro_batch_size=size, ranks=ranks))
+        return tuple(drafts)
+
+    def _wishes(self, degree: int) -> list[int]:
+        """Return micro-batch sizes of stages of ``degree`` ranks."""
+        return [wish for wish in self._rules.wishes() if wish % degree == 0] or self._rules.wishes()
+
+    def _load(self, part: Sequence[str]) -> float:
+        return self._partitioner.load(self._partitioner.sets.mask_of(part))
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
 class _Setting:
@@ -417,13 +592,11 @@ class _Search:
         yield from self._other_blocks(plan, drafts)
 
     def _other_sizes(self, drafts: Drafts) -> Iterator[Drafts]:
-        wishes = self._rules.wishes()
         for i, draft in enumerate(drafts):
-            sizes = {self._rules.micro_batch_size(draft.blocks, draft.degree, wish) for wish in wishes}
-            for size in sorted(s for s in sizes if s is not None and s != draft.micro_batch_size):
-                if 0.3 < size / draft.micro_batch_size < 4:
+            for size in self._rules.sizes(draft.blocks, draft.degree):
+                if size != draft.micro_batch_size and 0.3 < size / draft.micro_batch_size < 4:
                     yield (*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :])
-        for wish in wishes:
+        for wish in self._rules.wishes():
             changed = []
             for draft in drafts:
                 wished = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)

@@ -1,13 +1,14 @@
-"""What a plan whose ranks hold several stages takes: in-flight counts that fit its ranks' memory, then the simulator.
+"""What a plan whose ranks hold several stages takes, and which stages groups of ranks may hold.
 
-Simulating such a plan means finding the order of each rank's tasks, so it is dear. Before it stands a bound that no
-order can beat: a rank cannot begin before the first micro-batch has come to one of its stages (head), it computes all
-of their tasks (load), and after its last one at least the gradients of one of them travel on (tail).
+In-flight counts are found that fit its ranks' memory, then it is simulated. That means finding the order of each rank's
+tasks, so it is dear. Before it stands a bound that no order can beat: a rank cannot begin before the first micro-batch
+has come to one of its stages (head), it computes all of their tasks (load), and after its last one at least the
+gradients of one of them travel on (tail).
 
     rank 0   [ stage 0 ][ stage 2 ]            head 0,          tail 0
     rank 1       [ stage 1 ][ stage 3 ]        head F of 0,     tail B of 0 (its last task may be stage 1's)
 
-Source: this project
+Source: interleaving, Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362); this project
 Tests: tests/plan/test_shared_ranks_plans.py
 """
 
@@ -23,13 +24,19 @@ from collections.abc import Iterator, Sequence
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.plan.costs.cost_model import CostModel, with_link_times
-from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.costs.cost_model import CostModel, remembered
+from gpp_plugin.plan.make import (
+    StageDraft,
+    build_plan,
+    pending_bytes,
+    splits_backwards,
+    with_link_times,
+    with_part_times,
+    with_pending,
+)
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.request import PlanRequest, rank_limit
-from gpp_plugin.plan.search_report import SearchReport
+from gpp_plugin.plan.request import PlanRequest, SearchReport, rank_limit
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.split_backwards import pending_bytes, splits_backwards, with_part_times, with_pending
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.names import k_of
@@ -144,7 +151,6 @@ class SharedEvaluator:
         self._report = SearchReport() if report is None else report
         self._known: dict[tuple[frozenset[StageDraft], bool], PipelinePlan | None] = {}
         self._refined: dict[tuple[Stage, ...], PipelinePlan] = {}
-        self._times: dict[tuple[tuple[str, ...], float, tuple[int, ...] | None], float] = {}
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
@@ -157,7 +163,10 @@ class SharedEvaluator:
         held: dict[tuple[int, ...], float] = {}
         for draft in drafts:
             if draft.ranks is not None:
-                held[draft.ranks] = held.get(draft.ranks, 0.0) + self._work_us(draft)
+                ranks = draft.ranks if self.costs.is_mixed else None
+                us = self._stage_us(draft.blocks, draft.micro_batch_size / draft.degree, ranks)
+                us *= self.request.mini_batch // draft.micro_batch_size
+                held[draft.ranks] = held.get(draft.ranks, 0.0) + us
         narrow = min(map(len, held), default=0)
         wide = [ranks for ranks in held if len(ranks) > narrow]
         loads = (
@@ -166,14 +175,9 @@ class SharedEvaluator:
         )
         return max(loads, default=0.0)
 
-    def _work_us(self, draft: StageDraft) -> float:
-        local = draft.micro_batch_size / draft.degree
-        key = draft.blocks, local, draft.ranks if self.costs.is_mixed else None
-        us = self._times.get(key)
-        if us is None:
-            us = sum(self.costs.stage_times(self.costs.indices(draft.blocks), local, draft.ranks))
-            self._times[key] = us
-        return us * (self.request.mini_batch // draft.micro_batch_size)
+    @remembered
+    def _stage_us(self, blocks: tuple[str, ...], local: float, ranks: tuple[int, ...] | None) -> float:
+        return sum(self.costs.stage_times(self.costs.indices(blocks), local, ranks))
 
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
@@ -228,21 +232,17 @@ class SharedEvaluator:
         """Return a timed plan with orders that reckon with the links where those are shorter, and, if it has few tasks,
         with what raising or lowering one in-flight count after another gains; as it is where the budget is spent.
         """
-        found = self._refined.get(best.stages)
-        if found is None:
+        key = best.stages
+        if key not in self._refined:
             if self.is_spent():
                 return best
-            found = self._refined[best.stages] = self._refine(best)
-        return found
-
-    def _refine(self, best: PipelinePlan) -> PipelinePlan:
-        linked = with_link_times(best, self.costs.cluster)
-        if linked is not best:
-            timed = self._timed(linked, is_exact=True)
-            best = (
-                timed if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9) else best
-            )
-        return self._with_moved_counts(best) if best.num_rank_tasks <= EXACT_TASKS else best
+            linked = with_link_times(best, self.costs.cluster)
+            timed = None if linked is best else self._timed(linked, is_exact=True)
+            if timed is not None and timed.iteration_us < best.iteration_us * (1 - 1e-9):
+                best = timed
+            is_small = best.num_rank_tasks <= EXACT_TASKS
+            self._refined[key] = self._with_moved_counts(best) if is_small else best
+        return self._refined[key]
 
     def _with_moved_counts(self, best: PipelinePlan) -> PipelinePlan:
         """Return the plan after every change of one in-flight count that makes its step shorter."""
@@ -411,3 +411,107 @@ def _heads_and_tails(plan: PipelinePlan) -> tuple[list[float], list[float]]:
                 back = src.input_gradient_us if is_known else back / 2
             tails[edge.dst] = max(tails[edge.dst], tails[edge.src] + rounds * back)
     return heads, tails
+
+
+# Which group of ranks holds which stage: the maps that interleaving and its relatives are made of.
+#
+# Stages are numbered in the plan's order, groups in the order of ranks. Eight stages on four groups:
+#
+#     stage          0  1  2  3  4  5  6  7
+#     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
+#     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
+#     in a row       0  0  1  1  2  2  3  3      a branch a group: a plan has the stages of one behind each other
+
+Map = tuple[int, ...]
+"""By stage, the number of its group."""
+
+FEW = 5
+"""Stages of which all maps are tried: 90 at most."""
+
+
+def round_robin(num_stages: int, num_groups: int) -> Map:
+    """Return the map of interleaving.
+
+    >>> round_robin(5, 2)
+    (0, 1, 0, 1, 0)
+    """
+    return tuple(stage % num_groups for stage in range(num_stages))
+
+
+def back_and_forth(num_stages: int, num_groups: int) -> Map:
+    """Return the map that turns around at both ends.
+
+    >>> back_and_forth(6, 2)
+    (0, 1, 1, 0, 0, 1)
+    """
+    there = range(num_groups)
+    ways = itertools.cycle((tuple(there), tuple(reversed(there))))
+    return tuple(itertools.islice(itertools.chain.from_iterable(ways), num_stages))
+
+
+def in_a_row(num_stages: int, num_groups: int) -> Map:
+    """Return the map of consecutive stages on one group.
+
+    >>> in_a_row(5, 2)
+    (0, 0, 0, 1, 1)
+    """
+    return tuple(stage * num_groups // num_stages for stage in range(num_stages))
+
+
+def evened_out(loads: Sequence[float], num_groups: int) -> Map:
+    """Return the map that gives the heaviest stages first, each to the group with least so far.
+
+    >>> evened_out([3.0, 2.0, 2.0, 1.0], 2)
+    (0, 1, 1, 0)
+    """
+    held = [0.0] * num_groups
+    groups = [0] * len(loads)
+    for stage in sorted(range(len(loads)), key=lambda stage: (-loads[stage], stage)):
+        groups[stage] = min(range(num_groups), key=lambda group: (held[group], group))
+        held[groups[stage]] += loads[stage]
+    return renamed(groups)
+
+
+def renamed(groups: Sequence[int]) -> Map:
+    """Return the map with groups numbered as they are first met: groups are alike but for their links."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(group, len(numbers)) for group in groups)
+
+
+def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
+    """Return the maps that a search starts with, each once: all there are of a few stages.
+
+    Args:
+        loads: by stage, its work.
+    """
+    count = len(loads)
+    if count <= FEW:
+        return [
+            each
+            for each in itertools.product(range(num_groups), repeat=count)
+            if each == renamed(each) and len(set(each)) == num_groups
+        ]
+    found = [
+        round_robin(count, num_groups),
+        back_and_forth(count, num_groups),
+        in_a_row(count, num_groups),
+        evened_out(loads, num_groups),
+    ]
+    return [each for each in dict.fromkeys(found) if len(set(each)) == num_groups]
+
+
+def moved_stages(groups: Sequence[int], num_groups: int) -> Iterator[Map]:
+    """Yield the maps with one stage in another group."""
+    for stage, group in enumerate(groups):
+        for other in range(num_groups):
+            if other != group:
+                yield (*groups[:stage], other, *groups[stage + 1 :])
+
+
+def exchanged_stages(groups: Sequence[int]) -> Iterator[Map]:
+    """Yield the maps with two stages exchanged."""
+    for first, second in itertools.combinations(range(len(groups)), 2):
+        if groups[first] != groups[second]:
+            changed = list(groups)
+            changed[first], changed[second] = changed[second], changed[first]
+            yield tuple(changed)

@@ -123,7 +123,7 @@ class _Saved:
 
 
 class SingleProcess:
-    """Trains a model as a script without DeepSpeed would.
+    """The trainer of the single process: trains a model as a script without DeepSpeed would.
 
     Args:
         ds_config: its optimizer, scheduler, clipping and precision are honoured.
@@ -139,8 +139,8 @@ class SingleProcess:
         stage = derive_stage_config(ds_config, mini_batch=loss_unit, degree=1, device_type="cpu")
         if stage.dtype == "float16":
             raise ConfigError("fp16.enabled: the single process has no loss scale; compare in bf16 or fp32")
-        self.model = model.to(device)
-        self._device, self._unit = device, loss_unit
+        self.module = model.to(device)
+        self.device, self._unit = device, loss_unit
         self._dtype: torch.dtype = getattr(torch, stage.dtype)
         self._clipping = stage.gradient_clipping
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -161,12 +161,16 @@ class SingleProcess:
         )
         self._rates.publish(self._optimizer)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a row says of it beside the measured."""
+        return {"stages": 1, "notes": []}
+
     def train(self, batch: Mapping[str, Any]) -> float:
         """Take one optimizer step on a mini-batch and return its mean loss."""
         units = cut_batch(batch, self._unit)
         total = 0.0
         for unit in units:
-            loss = _loss_of(self.model(**{key: self._placed(value) for key, value in unit.items()}))
+            loss = _loss_of(self.module(**{key: self._placed(value) for key, value in unit.items()}))
             # The mean over B / u loss units, each of u samples, as the configuration defines it: 8
             # samples in units of 2 are 4 losses, each weighted with 1/4. Divided before the backward,
             # not after, as the graph seeds it (u / B).
@@ -187,10 +191,17 @@ class SingleProcess:
                 parameter.copy_(master)
         return total
 
+    def counted_bytes(self) -> None:
+        """Count nothing: `PeakMemory` sees all that is saved here."""
+
+    def bubble(self, batch: Batch) -> None:
+        """Train, as the pipelines do meanwhile: one process has no bubble."""
+        self.train(batch)
+
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device=self._device, dtype=self._dtype if value.is_floating_point() else None)
+        return value.to(device=self.device, dtype=self._dtype if value.is_floating_point() else None)
 
 
 def _loss_of(output: Any) -> Tensor:
@@ -225,30 +236,6 @@ def _make_optimizer(block: Mapping[str, Any] | None, parameters: list[nn.Paramet
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params: {params} do not fit torch's {kind}: {error}") from error
     return optimizer
-
-
-class _Single:
-    """The trainer of the single process."""
-
-    def __init__(self, built: BuiltModel, settings: CompareSettings) -> None:
-        has_cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-        self.module = built.model
-        self._trainer = SingleProcess(
-            built.model, settings.ds_config, loss_unit=settings.loss_unit, device=self.device
-        )
-
-    def facts(self) -> dict[str, Any]:
-        return {"stages": 1, "notes": []}
-
-    def train(self, batch: Batch) -> float:
-        return self._trainer.train(batch)
-
-    def counted_bytes(self) -> None:
-        return None
-
-    def bubble(self, batch: Batch) -> None:
-        self.train(batch)
 
 
 class _Pipeline:
@@ -335,7 +322,11 @@ def main() -> None:
         return
     try:
         if mode == SINGLE:
-            trainer: _Single | _Pipeline = _Single(built, settings)
+            has_cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+            trainer: SingleProcess | _Pipeline = SingleProcess(
+                built.model, settings.ds_config, loss_unit=settings.loss_unit, device=device
+            )
         else:
             # Each mode measures costs in a folder of its own: stock must
             # not profit from what graph has measured.
@@ -359,7 +350,7 @@ def main() -> None:
 
 
 def _run_command(
-    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, collectives: Collectives
+    command: dict[str, Any], trainer: SingleProcess | _Pipeline, built: BuiltModel, collectives: Collectives
 ) -> dict[str, Any]:
     # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])

@@ -79,11 +79,6 @@ class Presence:
                         f"edge {plan.edge_name(index)} carries unit {unit}, which runs on stages {sorted(stages)} only"
                     )
 
-    def is_run(self, plan: PipelinePlan, task: Task, rank: int) -> bool:
-        """Return whether a rank runs a task of its stage's schedule."""
-        unit = plan.stages[task.stage].samples(task.micro_batch, rank).first_sample
-        return task.stage in self.stages[unit]
-
 
 def own_tasks(
     plan: PipelinePlan, tasks: Sequence[Task], rank: int, presence: Presence | None
@@ -91,7 +86,8 @@ def own_tasks(
     """Return those tasks of a stage's schedule that one of its ranks runs."""
     if presence is None:
         return tuple(tasks)
-    return tuple(task for task in tasks if presence.is_run(plan, task, rank))
+    units = [plan.stages[task.stage].samples(task.micro_batch, rank).first_sample for task in tasks]
+    return tuple(t for t, unit in zip(tasks, units, strict=True) if t.stage in presence.stages[unit])
 
 
 def build_task_graph(
@@ -119,9 +115,8 @@ def build_task_graph(
     check_schedules(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     check_gradient_edges(plan, trained)
-    if presence is None:
-        return _Builder(plan, schedules, trained).build(is_merged=is_merged)
-    presence.check(plan)
+    if presence is not None:
+        presence.check(plan)
     return _Builder(plan, schedules, trained).build(presence, is_merged=is_merged)
 
 
@@ -457,19 +452,17 @@ def set_orders(graph: TaskGraph, orders: Mapping[int, list[int]]) -> None:
     """
     graph.replace_chains(orders)
     before = {node: earlier for order in orders.values() for earlier, node in itertools.pairwise(order)}
-    for nodes in _meetings(graph, range(graph.num_updates)):
-        for node in nodes:
-            for other in nodes:
-                if other != node:
-                    graph.add_unlock(before[node], other)
+    for node, other in _meetings(graph, range(graph.num_updates)):
+        graph.add_unlock(before[node], other)
 
 
-def _meetings(graph: TaskGraph, nodes: Iterable[int]) -> Iterable[list[int]]:
-    """Return those of nodes together that are of one stage and micro-batch."""
+def _meetings(graph: TaskGraph, nodes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield every two of these nodes that are of one stage and micro-batch, in both orders."""
     together: dict[tuple[int, int], list[int]] = {}
     for node in nodes:
         together.setdefault((graph.stage[node], graph.micro_batch[node]), []).append(node)
-    return together.values()
+    for each in together.values():
+        yield from itertools.permutations(each, 2)
 
 
 def _empty_part(
@@ -503,7 +496,6 @@ def _unlocks(
     """Yield (node, what waits for its end): updates for their stage's backwards on all other ranks, which they meet,
     and tasks of forward-only stages for their consumers.
     """
-    for nodes in _meetings(full, update):
-        yield from ((number[node], update[other]) for node in nodes for other in nodes if node != other)
+    yield from ((number[node], update[other]) for node, other in _meetings(full, update))
     for node, freed in full.unlocks.items():
         yield from ((number[node], number[n]) for n in freed if node in number and n in number)

@@ -455,22 +455,15 @@ def lower_prefetch(
     """
     trained = set(range(len(plan.stages))) - forward_only_stages(plan)
 
-    def lowered(part: TaskGraph) -> Programs:
-        return lower_graph(part, part_durations(part))
-
-    def ended(part: TaskGraph) -> Programs:
-        return end_mini_batch(
-            plan, lowered(part), trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
-        )
-
-    parts = prefetch_graphs(plan)
-    programs = {
-        "prologue": lowered(parts["prologue"]),
-        "steady": ended(parts["steady"]),
-        "epilogue": ended(parts["epilogue"]),
-    }
-    gathered = {name: gather_around_tasks(plan, of_ranks) for name, of_ranks in programs.items()}
-    return ProgramSet(plan=plan, programs=gathered, policy=PREFETCH, prefetched=frozen_branch(plan))
+    programs = {}
+    for name, part in prefetch_graphs(plan).items():
+        lowered = lower_graph(part, part_durations(part))
+        if name != "prologue":  # the only one that does not end a mini-batch
+            lowered = end_mini_batch(
+                plan, lowered, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+            )
+        programs[name] = gather_around_tasks(plan, lowered)
+    return ProgramSet(plan=plan, programs=programs, policy=PREFETCH, prefetched=frozen_branch(plan))
 
 
 def prefetch_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:

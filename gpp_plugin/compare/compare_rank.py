@@ -170,7 +170,8 @@ class SingleProcess:
         units = cut_batch(batch, self._unit)
         total = 0.0
         for unit in units:
-            loss = _loss_of(self.module(**{key: self._placed(value) for key, value in unit.items()}))
+            output = self.module(**{key: self._placed(value) for key, value in unit.items()})
+            loss: Tensor = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             # The mean over B / u loss units, each of u samples, as the configuration defines it: 8
             # samples in units of 2 are 4 losses, each weighted with 1/4. Divided before the backward,
             # not after, as the graph seeds it (u / B).
@@ -202,13 +203,6 @@ class SingleProcess:
         if not isinstance(value, Tensor):
             return value
         return value.to(device=self.device, dtype=self._dtype if value.is_floating_point() else None)
-
-
-def _loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
-    return loss
 
 
 def _make_optimizer(block: Mapping[str, Any] | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -248,14 +242,20 @@ class _Pipeline:
         self.device = self._engine.device
 
     def facts(self) -> dict[str, Any]:
-        plan = self._engine.plan
+        plan, notes = self._engine.plan, list(self._engine.plan.notes)
+        carried = getattr(self._engine, "carried", ())
+        if carried:
+            notes.append(
+                "DeepSpeed sends neither int64 nor tensors without a gradient between stages: "
+                f"{', '.join(carried)} travel as the bits of floats, exactly, and zeros travel back as their gradient"
+            )
         return {
             "stages": len(plan.stages),
             "depth": plan.depth,
             "predicted_ms": plan.iteration_us / 1e3,
             "stage_names": [stage.name for stage in plan.stages],
             "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
-            "notes": [*plan.notes, *_notes_on_carried(self._engine)],
+            "notes": notes,
         }
 
     def train(self, batch: Batch) -> float:
@@ -275,16 +275,6 @@ class _Pipeline:
         self._engine.record_timelines = False
         timeline = self._engine.last_timeline
         return None if timeline is None else timeline.bubble_ratio()
-
-
-def _notes_on_carried(engine: Any) -> list[str]:
-    carried = getattr(engine, "carried", ())
-    if not carried:
-        return []
-    return [
-        "DeepSpeed sends neither int64 nor tensors without a gradient between stages: "
-        f"{', '.join(carried)} travel as the bits of floats, exactly, and zeros travel back as their gradient"
-    ]
 
 
 def _join(settings: CompareSettings) -> Collectives:

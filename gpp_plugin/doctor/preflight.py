@@ -135,7 +135,12 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
     checks = [*_checks_of(found, args), *(check() for check in HOST_CHECKS if args.device == "cuda")]
     print_checks(checks)
     if found["pairs"]:
-        print("\nPairs of ranks, one way, several pairs at a time\n" + format_pairs(found["pairs"]))
+        rows = []
+        for pair in found["pairs"]:
+            speeds = f"{pair['latency_us']:.1f}", f"{pair['bytes_per_s'] / 1e9:.2f}"
+            rows.append([f"{pair['first']} - {pair['second']}", pair["link"], *speeds])
+        print("\nPairs of ranks, one way, several pairs at a time")
+        print(format_table(["ranks", "link", "us", "GB/s"], rows, left=2))
     print_advice(checks)
     if args.output is not None:
         _write(found["cluster"], args.output)
@@ -241,15 +246,6 @@ def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[C
 
 def _ok(name: str, found: str, *, is_required: bool = True) -> Check:
     return Check(name=name, status=Status.OK, found=found, is_required=is_required)
-
-
-def format_pairs(pairs: list[dict[str, Any]]) -> str:
-    """Return the speeds of pairs as a table."""
-    rows = []
-    for pair in pairs:
-        speeds = f"{pair['latency_us']:.1f}", f"{pair['bytes_per_s'] / 1e9:.2f}"
-        rows.append([f"{pair['first']} - {pair['second']}", pair["link"], *speeds])
-    return format_table(["ranks", "link", "us", "GB/s"], rows, left=2)
 
 
 def _write(cluster: Mapping[str, Any], path: Path) -> None:

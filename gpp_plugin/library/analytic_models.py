@@ -51,14 +51,10 @@ class Gemm:
     is_batched: bool = False
 
 
-def multiprocessors(device: Device) -> int:
-    """Return the number of multiprocessors of a device, by the first part of its name; 100 where unknown."""
-    return MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
-
-
 def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1, element_bytes: int = 4) -> float:
     """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch; ``element_bytes`` of a number."""
-    units = multiprocessors(device)
+    # its multiprocessors, by the first part of its name
+    units = MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
     # 512 x 1024 x 1024 on the 108 multiprocessors of an A100, utilisation by tile and split. Tiles
     # of 64 are 8 x 16 = 128 in two waves of 108: 0.59, times their rate, 0.8, is 0.47:
     #

@@ -102,7 +102,7 @@ def check_rehearsable(plan: PipelinePlan) -> None:
         PlanError: it says what is missing and how to get it.
     """
     # What any plan is, then times, and the shape of all that is sent. Memory and programs are checked elsewhere
-    # (`check_memory`, `run._check_programs`).
+    # (`check_memory`, `rehearse_plan`).
     check_form(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise PlanError("its stages have no forward_us; make the plan with gpp plan --out")
@@ -615,7 +615,14 @@ def rehearse_plan(
     check_rehearsable(plan)
     check_memory(plan, settings, free_memory_bytes())
     scaled = scale_times(plan, settings.scale_time)
-    rehearsed, planned_us = _check_programs(scaled)
+    rehearsed = scaled
+    if scaled.mode == "async":
+        make_async_programs(scaled)
+        rehearsed = lengthened(scaled, num_windows(windows_of(scaled)))
+        planned_us = predict_drained_us(rehearsed)
+    else:
+        programs_of_plan(scaled)
+        planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
     settings = dataclasses.replace(settings, comm_timeout_s=comm_timeout_s(settings, planned_us))
     with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
         folder = Path(name)
@@ -634,20 +641,6 @@ def rehearse_plan(
         planned_us=planned_us,
         predicted_us=predict_from(rehearsed, timelines),
     )
-
-
-def _check_programs(plan: PipelinePlan) -> tuple[PipelinePlan, float]:
-    """Return what a rehearsal runs at a time, as one plan, and how long that should take.
-
-    Raises:
-        ScheduleError: the plan's programs are unsafe.
-    """
-    if plan.mode == "async":
-        make_async_programs(plan)
-        rehearsed = lengthened(plan, num_windows(windows_of(plan)))
-        return rehearsed, predict_drained_us(rehearsed)
-    programs_of_plan(plan)
-    return plan, predict_iteration_us(plan, forward_only_stages=forward_only_stages(plan))
 
 
 def _run(

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -341,17 +342,8 @@ def _present_part(
             groups.append(replace(group, first=found[0], count=len(found)))
     # a message is of the unit that is its first sample, as every task is of one
     messages = [m for m, o in enumerate(graph.overlaps) if graph.edge[m] in presence.edges[o[2]]]
-    part = TaskGraph(
-        plan=plan,
-        members=graph.members,
-        groups=tuple(groups),
-        stage=[graph.stage[n] for n in present_nodes],
-        rank=[graph.rank[n] for n in present_nodes],
-        micro_batch=[graph.micro_batch[n] for n in present_nodes],
-        kind=[graph.kind[n] for n in present_nodes],
-        half=[graph.half[n] for n in present_nodes],
-        num_activations=sum(m < graph.num_activations for m in messages),
-    )
+    num_activations = sum(m < graph.num_activations for m in messages)
+    part = _empty_part(graph, present_nodes, groups=tuple(groups), num_activations=num_activations)
     present = [(rank, [number[n] for n in nodes if number[n] >= 0]) for rank, nodes in chains]
     for _, nodes in present:
         part.add_chain(nodes)
@@ -419,7 +411,10 @@ def cut_graph(
     update = {node: at for at, node in enumerate(trained)}
     number = {node: len(trained) + at for at, node in enumerate(tasks)}
     end = {owner: len(trained) + len(tasks) + at for at, owner in enumerate(owners)}
-    graph = _empty_part(full, trained, tasks, owners)
+    inside = frozenset(tasks)
+    num_activations = sum(source in inside for source in full.source[: full.num_activations])
+    nodes = [*trained, *tasks]
+    graph = _empty_part(full, nodes, owners, num_activations=num_activations, num_updates=len(trained))
     for (lead, row), owner in zip(rows, owners, strict=True):
         pairs = ((number[node], update.get(node)) for node in row)
         graph.chains.append((lead, [*(n for pair in pairs for n in pair if n is not None), end[owner]]))
@@ -466,27 +461,24 @@ def _meetings(graph: TaskGraph, nodes: Iterable[int]) -> Iterator[tuple[int, int
 
 
 def _empty_part(
-    full: TaskGraph, trained: Sequence[int], tasks: Sequence[int], owners: Sequence[tuple[int, int]]
+    full: TaskGraph, nodes: Sequence[int], owners: Sequence[tuple[int, int]] = (), **fields: Any
 ) -> TaskGraph:
     """Return a graph of these nodes without orders, messages and waits.
 
     Args:
         owners: of each end its rank, the first of tensor ranks, and its stage.
+        fields: what else the graph says of itself.
     """
-    nodes = [*trained, *tasks]
-    inside = frozenset(tasks)
     return TaskGraph(
         plan=full.plan,
         members=full.members,
-        groups=(),
         stage=[full.stage[node] for node in nodes] + [stage for _, stage in owners],
         rank=[full.rank[node] for node in nodes] + [lead for lead, _ in owners],
         micro_batch=[full.micro_batch[node] for node in nodes] + [-1] * len(owners),
         kind=[full.kind[node] for node in nodes] + [TaskKind.FORWARD] * len(owners),
         half=[full.half[node] for node in nodes] + [None] * len(owners),
-        num_activations=sum(source in inside for source in full.source[: full.num_activations]),
-        num_updates=len(trained),
         num_ends=len(owners),
+        **fields,
     )
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, settings_from_json
+from gpp_plugin.compare.compare_settings import SINGLE, settings_from_json
 from gpp_plugin.compare.compared_models import Batch, BuiltModel, build_model, cut_batch
 from gpp_plugin.errors import ConfigError, GppError
 from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
@@ -277,15 +277,6 @@ class _Pipeline:
         return None if timeline is None else timeline.bubble_ratio()
 
 
-def _join(settings: CompareSettings) -> Collectives:
-    """Return the collectives of all processes of the mode."""
-    group: dist.ProcessGroup | None = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        timeout = datetime.timedelta(seconds=settings.timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-    return Collectives(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
-
-
 def _commands(path: str, collectives: Collectives) -> Iterator[dict[str, Any]]:
     """Yield commands on every rank until there are no more."""
     # Only rank 0 holds the FIFO; the others get commands by a collective in which they sleep, instead of by reading
@@ -329,7 +320,12 @@ def main() -> None:
         # If this rank failed at once, the launcher might end rank 0 before it has reported why.
         time.sleep(_REFUSAL_S)
         raise
-    collectives = _join(settings)
+    # of all processes of the mode
+    group: dist.ProcessGroup | None = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=settings.timeout_s))
+    who = f"rank {os.environ['RANK']}"
+    collectives = Collectives(group=group, who=who, timeout_s=settings.timeout_s)
     collectives.meet("a measured step")
     if is_first:
         emit_event(ready=True, **trainer.facts())

@@ -436,13 +436,8 @@ def two_branch(
     )
 
 
-def dlrm(**sizes: int) -> DLRM:
-    """Return the recommendation model; sizes as `DLRM` takes them."""
-    return DLRM(**sizes)
-
-
 MODULES: dict[str, Callable[..., nn.Module]] = {
-    "mmt": mmt, "dlrm": dlrm, "candle_uno": candle_uno, "two_branch": two_branch,
+    "mmt": mmt, "dlrm": DLRM, "candle_uno": candle_uno, "two_branch": two_branch,
 }  # fmt: skip
 
 

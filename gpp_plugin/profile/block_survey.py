@@ -264,16 +264,6 @@ class _Measured:
     place: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Surveyed:
-    """A block, and what it and the replicas that it is the first to read were measured at."""
-
-    block: str
-    saved: int
-    replicas: _Measured | None
-    own: _Measured
-
-
 class BlockSurvey:
     """One pass over all blocks at one number of samples.
 
@@ -344,7 +334,7 @@ class BlockSurvey:
     @hooks_at_rest()
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
         """Return what was measured of every block."""
-        surveyed: list[_Surveyed] = []
+        surveyed: list[tuple[str, int, _Measured | None, _Measured]] = []
         # Example: encoder layers 0 to 23 have one signature. Layer 0 is run; layer 1, on operands that lie like layer
         # 0's, takes its times and copies of its outputs (right in shape, which is all that times depend on). Replicas
         # (a mask that layer 0 is the first to read) are run separately: else layer 0 would differ from all others.
@@ -380,11 +370,11 @@ class BlockSurvey:
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
             saved += self._store(code.block, code.function, block.whole, outputs)
-            surveyed.append(_Surveyed(block=code.block, saved=saved, replicas=replicas, own=block))
+            surveyed.append((code.block, saved, replicas, block))
             for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
                 del self._values[name]
         times = self._times_in_chain()
-        return {one.block: _result(one, times) for one in surveyed}
+        return {name: _result(saved, replicas, own, times) for name, saved, replicas, own in surveyed}
 
     def _remedy(self, code: BlockCode, error: Exception) -> str:
         """Return what may be changed where a block cannot be run."""
@@ -499,10 +489,14 @@ def _has_chain_memory(device: torch.device) -> bool:
     return torch.cuda.memory_allocated(device) <= CHAIN_SHARE * total
 
 
-def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResult:
+def _result(
+    saved: int, replicas: _Measured | None, own: _Measured, times: Sequence[tuple[Lap, Lap]]
+) -> BlockResult:
     """Return a block's costs: its times in the chain where that was busy, else alone.
 
     Args:
+        saved: bytes that it and its replicas are the first to save.
+        replicas: those that it is the first to read.
         times: forward and backward by place; empty where there was no chain.
     """
 
@@ -515,15 +509,15 @@ def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResul
         )
         return forward, backward
 
-    forward_us, backward_us = in_chain(surveyed.own)
-    if surveyed.replicas is not None:  # they take no gradient
-        forward_us += in_chain(surveyed.replicas)[0]
+    forward_us, backward_us = in_chain(own)
+    if replicas is not None:  # they take no gradient
+        forward_us += in_chain(replicas)[0]
     return BlockResult(
         forward_us=forward_us,
         backward_us=backward_us,
-        saved_bytes=surveyed.saved,
-        transient_bytes=surveyed.own.whole.transient_bytes,
-        split=surveyed.own.split,
+        saved_bytes=saved,
+        transient_bytes=own.whole.transient_bytes,
+        split=own.split,
     )
 
 

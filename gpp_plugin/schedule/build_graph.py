@@ -188,7 +188,7 @@ class _Builder:
         if not self._plan.shares_ranks:
             graph.orders.update(chains)
         elif is_merged:
-            graph.replace_chains(merge_chains(graph, chains, self._turns(graph)))
+            graph.replace_chains(merge_chains(graph, chains, turns_of(graph, self._schedules)))
         return graph
 
     def _add_nodes(self, schedule: StageSchedule) -> None:
@@ -247,17 +247,6 @@ class _Builder:
             for position, rank in enumerate(stage.data_ranks(0)):
                 chains.append((rank, [first + position for first in firsts]))
         return chains
-
-    def _turns(self, graph: TaskGraph) -> list[int] | None:
-        """Return the turn of every node, or None where a schedule has none."""
-        if not all(len(schedule.turns) == len(schedule.tasks) for schedule in self._schedules):
-            return None
-        turn_of = {
-            task: turn
-            for schedule in self._schedules
-            for task, turn in zip(schedule.tasks, schedule.turns, strict=True)
-        }
-        return [turn_of[graph.task(node)] for node in range(len(graph.stage))]
 
     def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
@@ -318,6 +307,15 @@ class _Builder:
             source = graph.source[number]
             if source in later:
                 graph.add_unlock(graph.target[number], later[source])
+
+
+def turns_of(graph: TaskGraph, schedules: Sequence[StageSchedule]) -> list[int] | None:
+    """Return the turns of a graph's tasks in a whole mini-batch, its ends last; None where a schedule has none."""
+    if not all(len(schedule.turns) == len(schedule.tasks) for schedule in schedules):
+        return None
+    turn_of = {task: turn for s in schedules for task, turn in zip(s.tasks, s.turns, strict=True)}
+    found = [turn_of[graph.task(node)] for node in graph.tasks]
+    return [*found, *[max(found, default=0) + 1] * graph.num_ends]
 
 
 def _present_part(

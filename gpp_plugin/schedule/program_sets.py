@@ -56,6 +56,7 @@ from gpp_plugin.schedule.build_graph import (
     lengthened,
     part_durations,
     set_orders,
+    turns_of,
 )
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
@@ -485,22 +486,13 @@ def prefetch_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
     steady = cut(is_branch_in=True, are_others_in=True, is_merged=False)
     epilogue = cut(is_branch_in=False, are_others_in=True, is_merged=False)
     if plan.shares_ranks:
-        _merge(epilogue, _turns_of(epilogue, schedules))
+        _merge(epilogue, turns_of(epilogue, schedules))
         _merge(steady, _turns_in_gaps(steady, prologue, epilogue))
     return {"prologue": prologue, "steady": steady, "epilogue": epilogue}
 
 
 def _merge(part: TaskGraph, turns: Sequence[int] | None) -> None:
     set_orders(part, merge_chains(part, part.chains, turns, durations=part_durations(part)))
-
-
-def _turns_of(epilogue: TaskGraph, schedules: Sequence[StageSchedule]) -> list[int] | None:
-    """Return the turns that the trained stages' tasks have in a whole mini-batch; None where these have none."""
-    if not all(schedule.turns for schedule in schedules):
-        return None
-    turn_of = {task: turn for s in schedules for task, turn in zip(s.tasks, s.turns, strict=True)}
-    found = [turn_of[epilogue.task(node)] for node in epilogue.tasks]
-    return [*found, *[max(found, default=0) + 1] * epilogue.num_ends]
 
 
 def _turns_in_gaps(steady: TaskGraph, prologue: TaskGraph, epilogue: TaskGraph) -> list[int]:

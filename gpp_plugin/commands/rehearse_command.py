@@ -12,7 +12,6 @@ from typing import Any
 from gpp_plugin.api import rehearse, save
 from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.config.key_names import CommandNames, use_names
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.rehearse.rehearsal import (
     Rehearsal,
@@ -63,19 +62,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # The plan is read and checked before torch is loaded: a wrong file is refused at once, not after seconds.
     plan = load_rehearsable(args.plan)
     with use_names(CommandNames(options=(), written={"timeout_s": "--timeout"})):
-        return _run(args, plan)
-
-
-def _run(args: argparse.Namespace, plan: PipelinePlan) -> dict[str, Any]:
-    # Progress is printed line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
-    rehearsal = rehearse(
-        plan,
-        steps=args.steps,
-        scale_time=args.scale_time,
-        scale_bytes=args.scale_bytes,
-        timeout_s=args.timeout,
-        tell=lambda text: print(text, flush=True),
-    )
+        # Progress is printed line by line (flush): a rehearsal takes minutes, often into a pipe or a log.
+        rehearsal = rehearse(
+            plan,
+            steps=args.steps,
+            scale_time=args.scale_time,
+            scale_bytes=args.scale_bytes,
+            timeout_s=args.timeout,
+            tell=lambda text: print(text, flush=True),
+        )
     print(f"\n{format_rehearsal(rehearsal, **axis_of(args))}")
     if args.out is not None:
         save(rehearsal.median_timeline, args.out)

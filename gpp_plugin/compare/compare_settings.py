@@ -207,8 +207,8 @@ class _Job:
             timeout_s=settings.timeout_s,
         )
 
-    def start(self) -> None:
-        """Start the processes and wait until they can take a step, or say why not.
+    def start(self) -> str:
+        """Start the processes, wait until they can take a step or say why not, and return which of the two.
 
         Raises:
             ConfigError: there is no such model.
@@ -222,6 +222,9 @@ class _Job:
         self.result.facts = event
         if self.result.refused is not None:
             self.close()
+            return f"cannot run this: {self.result.refused}"
+        stages = event.get("stages", 1)
+        return f"ready after {self.result.startup_s:.1f} s, {stages} stage{'s' * (stages > 1)}"
 
     def step(self, step: int, measure: str = "time") -> dict[str, Any]:
         """Take one step on all processes of the mode."""
@@ -272,9 +275,8 @@ def compare_modes(settings: CompareSettings, *, tell: Tell) -> list[dict[str, An
                 continue  # is not trained: `chain_row`
             job = stack.enter_context(closing(_Job(mode, settings, folder)))
             tell(f"{mode}: starting {job.result.num_ranks} process{'es' * (job.result.num_ranks > 1)}")
-            job.start()
             jobs.append(job)
-            tell(f"{mode}: {_state(job.result)}")
+            tell(f"{mode}: {job.start()}")
         working = [job for job in jobs if job.result.refused is None]
         if not working:
             raise ConfigError(f"no mode can run this; {jobs[0].result.mode}: {jobs[0].result.refused}")
@@ -308,13 +310,6 @@ def _take_steps(jobs: list[_Job], settings: CompareSettings, tell: Tell) -> None
         for name, value in job.step(timed + BUBBLE_STEPS, "memory").items():
             if name in ("peak_bytes_by_rank", "parameter_bytes_by_rank", "memory_measure"):
                 setattr(job.result, name, value)
-
-
-def _state(result: ModeResult) -> str:
-    if result.refused is not None:
-        return f"cannot run this: {result.refused}"
-    stages = result.facts.get("stages", 1)
-    return f"ready after {result.startup_s:.1f} s, {stages} stage{'s' * (stages > 1)}"
 
 
 def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:

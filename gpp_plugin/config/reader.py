@@ -460,13 +460,9 @@ def _check_compile(config: GraphPipelineConfig) -> None:
     splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
     divides = any(size != 1 for size in (tensor.values() if isinstance(tensor, dict) else [tensor]))
     halves = config.slicing not in ("auto", "off")
+    recomputes = memory.recompute == "full"
     refused = [
-        (
-            "memory.recompute",
-            "full",
-            memory.recompute == "full",
-            "what is compiled is not run again in parts",
-        ),
+        ("memory.recompute", "full", recomputes, "what is compiled is not run again in parts"),
         ("schedule", config.schedule, splits, "a compiled backward is not made in two parts"),
         ("slicing", config.slicing, halves, "halves would be compiled beside the whole"),
         ("mode", "async", config.mode == "async", "its weights change between a forward and its backward"),

@@ -155,17 +155,10 @@ def _scale_tensor(spec: TensorSpec, factor: float, shard_axes: set[int]) -> Tens
         axis = max(free, key=spec.shape.__getitem__)
         scaled = max(1, round(spec.shape[axis] * factor))
         return dataclasses.replace(spec, shape=(*spec.shape[:axis], scaled, *spec.shape[axis + 1 :]))
-    rows = spec.num_samples if is_batch else 1
-    return TensorSpec(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=(rows, max(1, round(elements / rows * factor)))
-        if is_batch
-        else (max(1, round(elements * factor)),),
-        num_samples=spec.num_samples,
-        layout=batch_layout(0) if is_batch else spec.layout,
-        requires_grad=spec.requires_grad,
-    )
+    rows = (spec.num_samples,) if is_batch else ()
+    scaled = max(1, round(elements / math.prod(rows) * factor))
+    layout = batch_layout(0) if is_batch else spec.layout
+    return dataclasses.replace(spec, shape=(*rows, scaled), layout=layout)
 
 
 def message_memory_bytes(plan: PipelinePlan, settings: RehearsalSettings) -> float:
@@ -623,7 +616,9 @@ def rehearse_plan(
     else:
         programs_of_plan(scaled)
         planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
-    settings = dataclasses.replace(settings, comm_timeout_s=comm_timeout_s(settings, planned_us))
+    if settings.comm_timeout_s is None:  # several planned mini-batches
+        timeout_s = max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
+        settings = dataclasses.replace(settings, comm_timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
         folder = Path(name)
         save(scaled, folder / "plan.json")
@@ -665,13 +660,6 @@ def _run(
         else:
             number = event["step"] + 1
             tell(f"mini-batch {number} of {settings.steps}: {event['iteration_us'] / 1e3:.1f} ms")
-
-
-def comm_timeout_s(settings: RehearsalSettings, planned_us: float) -> float:
-    """Return how long a rank waits for a message: as set, or several planned mini-batches."""
-    if settings.comm_timeout_s is not None:
-        return settings.comm_timeout_s
-    return max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
 
 
 def free_memory_bytes() -> float:

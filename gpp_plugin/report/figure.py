@@ -253,7 +253,8 @@ def draw_stage_graph(plan: PipelinePlan) -> Figure:
         shapes.append(Rectangle(_x(box.left), top, width, box_height, colour, frame=FRAME_COLOUR))
         for row, line in enumerate(box.lines):
             shapes.append(Label(_x(box.left + 1), top + LINE_HEIGHT * (row + 1), line, is_bold=row == 0))
-    height = 2 * MARGIN + layout.num_levels * (box_height + GAP) - GAP if layout.boxes else 2 * MARGIN
+    levels = max((box.level for box in layout.boxes), default=-1) + 1
+    height = 2 * MARGIN + levels * (box_height + GAP) - GAP if layout.boxes else 2 * MARGIN
     return Figure(width=2 * MARGIN + (layout.width + 1) * CHAR_WIDTH, height=height, shapes=tuple(shapes))
 
 

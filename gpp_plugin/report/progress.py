@@ -123,9 +123,7 @@ _SCREEN = _Screen()
 @contextlib.contextmanager
 def step(name: str) -> Iterator[Step]:
     """Show ``name`` for as long as the block runs, from its third second on."""
-    rank = next((os.environ[variable] for variable in RANK_VARIABLES if variable in os.environ), "0")
-    is_terminal = sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
-    shown = Step(name, is_shown=rank == "0" and is_terminal)
+    shown = Step(name, is_shown=_somebody_looks())
     try:
         yield shown
     finally:
@@ -144,3 +142,8 @@ def shown_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
         return run
 
     return decorate
+
+
+def _somebody_looks() -> bool:
+    rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
+    return rank == "0" and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"

@@ -260,7 +260,17 @@ class RankPrograms:
         """Return the messages received before a program that it reads, or passes on to later ones."""
         if self.windows is not None:
             window, is_drain = self._window(name)
-            return self._carried_before(window + is_drain)
+            carried: list[tuple[Message, Task]] = []
+            for earlier in range(1, window + is_drain):
+                program = self.programs[async_name(earlier, self.windows.first_steady)]
+                tasks = {instruction.task for instruction in program.instructions}
+                came = [
+                    (i.message, _reader(i.message, program.stage_of(i)))
+                    for i in program.instructions
+                    if i.message is not None and i.kind is InstructionKind.RECEIVE
+                ]
+                carried = [(m, reader) for m, reader in (*carried, *came) if reader not in tasks]
+            return tuple(message for message, _ in carried)
         if name == "prologue":
             return ()
         prologue = self.programs["prologue"]
@@ -271,21 +281,6 @@ class RankPrograms:
             and instruction.kind is InstructionKind.RECEIVE
             and prologue.stage_of(instruction) not in self.prefetched
         )
-
-    def _carried_before(self, window: int) -> tuple[Message, ...]:
-        """Return the messages received before a window for it or later ones."""
-        assert self.windows is not None
-        carried: list[tuple[Message, Task]] = []
-        for earlier in range(1, window):
-            program = self.programs[async_name(earlier, self.windows.first_steady)]
-            tasks = {instruction.task for instruction in program.instructions}
-            came = [
-                (i.message, _reader(i.message, program.stage_of(i)))
-                for i in program.instructions
-                if i.message is not None and i.kind is InstructionKind.RECEIVE
-            ]
-            carried = [(m, reader) for m, reader in (*carried, *came) if reader not in tasks]
-        return tuple(message for message, _ in carried)
 
     @property
     def most_bytes(self) -> int:

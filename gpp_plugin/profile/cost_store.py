@@ -77,20 +77,28 @@ class CostStore(MeasurementStore):
         )
         super().__init__(directory or default_directory(), what="a stored profile", lost=lost)
 
+    def find(self, key: Mapping[str, object]) -> Profile | None:
+        """Return the stored profile, or None."""
+        return self.look_up(key, _read_profile)
+
+    def put(self, key: Mapping[str, object], profile: Profile) -> None:
+        """Store a profile."""
+        self.keep(key, functools.partial(save, profile))
+
     def find_or_measure(self, key: Mapping[str, object], measure: Callable[[], Profile]) -> Profile:
         """Return the stored profile, or measure one and store it.
 
         Raises:
             ProfileError: ``measure`` failed.
         """
-        stored = self.look_up(key, _read_profile)
+        stored = self.find(key)
         if stored is not None:
             logger.info("using the profile stored in %s", self.path(key))
             return stored
         profile = measure()
         if not profile.costs:
             raise ProfileError("the profile measured has no blocks; is the BlockGraph empty?")
-        self.keep(key, functools.partial(save, profile))
+        self.put(key, profile)
         return profile
 
 

@@ -80,17 +80,13 @@ def _run(arguments: Sequence[str]) -> int:
         args = parser.parse_args(arguments)
         name = f"gpp bench {args.bench}" if args.command == "bench" else f"gpp {args.command}"
         result = runners[args.command](args)
-    except GppError as error:
-        sys.stdout.flush()
-        print(f"{name}: {printable_lines(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, DeviceMissing) else 1
-    except ModuleNotFoundError as error:
-        needed = needs_extra(error)
-        if needed is None:
+    except (GppError, ModuleNotFoundError) as error:
+        said = printable_lines(str(error)) if isinstance(error, GppError) else needs_extra(error)
+        if said is None:
             raise
         sys.stdout.flush()
-        print(f"{name}: {needed}", file=sys.stderr)
-        return 1
+        print(f"{name}: {said}", file=sys.stderr)
+        return 2 if isinstance(error, DeviceMissing) else 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
@@ -181,10 +177,15 @@ def _fill(parser: argparse.ArgumentParser, name: str) -> Runner:
 def _add_benches(
     bench: argparse.ArgumentParser, names: Sequence[str], filled: Sequence[str], runners: dict[str, Runner]
 ) -> None:
+    import ast  # imported for benchmarks alone
+    from pathlib import Path
+
     benches = bench.add_subparsers(dest="bench", metavar="NAME", required=True)
     for name in names:
         # Read as text, not imported: listing the benchmarks would load torch, DeepSpeed and Megatron.
-        text = _docstring(_bench_module(name))
+        spec = importlib.util.find_spec(_bench_module(name))
+        assert spec is not None and spec.origin is not None, f"{name} is listed but not found"
+        text = ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
         sub = benches.add_parser(
             name, help=" ".join(text.split("\n\n")[0].split()), description=text, formatter_class=Paragraphs
         )
@@ -211,8 +212,7 @@ def _bench_runner(run: Runner, columns: Sequence[str] | None, chart: RowsChart |
         from gpp_plugin.report.progress import step
         from gpp_plugin.report.rows_text import check_figure, draw_rows
 
-        figure = None if chart is None else args.figure
-        path = None if figure is None else check_figure(figure)
+        path = None if chart is None or args.figure is None else check_figure(args.figure)
         with step(f"bench {args.bench}"):
             result = run(args)
         if columns is not None:
@@ -229,7 +229,7 @@ def _bench_runner(run: Runner, columns: Sequence[str] | None, chart: RowsChart |
 
 def bench_names() -> list[str]:
     """Return the benchmarks there are: the public modules of `gpp_benchmarks`; none where it is not installed."""
-    import pkgutil  # here and below: imported for benchmarks alone
+    import pkgutil  # imported for benchmarks alone
 
     spec = importlib.util.find_spec(BENCHMARKS)
     if spec is None or spec.submodule_search_locations is None:
@@ -240,16 +240,6 @@ def bench_names() -> list[str]:
 
 def _bench_module(name: str) -> str:
     return f"{BENCHMARKS}.{name.replace('-', '_')}"
-
-
-def _docstring(module: str) -> str:
-    """Return a module's docstring without importing it."""
-    import ast
-    from pathlib import Path
-
-    spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, f"{module} is listed but not found"
-    return ast.get_docstring(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))) or ""
 
 
 def _sentence(text: str) -> str:

@@ -114,7 +114,7 @@ def run_ranks(
                 processes.append(process)
             os.close(write_end)
             write_end = -1
-            yield from _relay(events, processes, logs, time.monotonic() + timeout_s, timeout_s)
+            yield from _relay(events, processes, logs, timeout_s)
         finally:
             if write_end >= 0:
                 os.close(write_end)
@@ -122,12 +122,9 @@ def run_ranks(
 
 
 def _relay(
-    events: IO[bytes],
-    processes: list[subprocess.Popen[bytes]],
-    logs: list[Path],
-    deadline: float,
-    timeout_s: float,
+    events: IO[bytes], processes: list[subprocess.Popen[bytes]], logs: list[Path], timeout_s: float
 ) -> Iterator[dict[str, Any]]:
+    deadline = time.monotonic() + timeout_s
     os.set_blocking(events.fileno(), False)
     pending = b""
     with selectors.DefaultSelector() as selector:

@@ -5,19 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpp_plugin.commands.command_parser import list_of
 from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, default_config
-from gpp_plugin.compare.compared_models import check_model_name, trained_names
+from gpp_plugin.compare.compared_models import build_model, check_model_name, trained_names
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.plugins import BACKENDS
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_table
-
-if TYPE_CHECKING:
-    from gpp_plugin.backends.forward_code import ForwardCode
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,13 +63,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if value is not None and value < 1:
             raise ConfigError(f"--{option} {value}: give at least 1")
 
-    from gpp_plugin.backends.forward_code import use_threads
+    from gpp_plugin.backends.forward_code import part_codes, use_threads
     from gpp_plugin.backends.measured_backends import BackendLog
     from gpp_plugin.backends.place_forward import place_forward
 
     threads = use_threads(args.threads)
     with step("capture"):
-        codes = _codes(args)
+        settings = CompareSettings(
+            model=args.model,
+            ds_config=default_config(mini_batch=args.samples, loss_unit=args.samples, block={}),
+            num_ranks=1,
+            modes=(SINGLE,),
+            length=args.length,
+        )
+        built = build_model(settings)
+        codes = part_codes(built.model, built.batch_at(0), args.part)
     # Each part is one forward for itself, as a stage of its own would be: (whole) and vision_model share nothing.
     log = None if args.again else BackendLog()
     chosen = []
@@ -81,21 +86,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             chosen.append(place_forward(code, args.backends, log=log, searches=args.search or None))
     print(format_backends(chosen))
     return {"model": args.model, "threads": threads, **rows_of(chosen)}
-
-
-def _codes(args: argparse.Namespace) -> Sequence[ForwardCode]:
-    from gpp_plugin.backends.forward_code import part_codes
-    from gpp_plugin.compare.compared_models import build_model
-
-    settings = CompareSettings(
-        model=args.model,
-        ds_config=default_config(mini_batch=args.samples, loss_unit=args.samples, block={}),
-        num_ranks=1,
-        modes=(SINGLE,),
-        length=args.length,
-    )
-    built = build_model(settings)
-    return part_codes(built.model, built.batch_at(0), args.part)
 
 
 def rows_of(chosen: Sequence[StageBackend]) -> dict[str, Any]:

@@ -29,23 +29,20 @@ class CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse here what is left over: of a sub-command, by the parser with its options."""
         found, rest = super().parse_known_args(args, namespace)
-        if rest:
-            self.error(self._about_rest(rest))
-        return found, rest
-
-    def _about_rest(self, rest: Sequence[str]) -> str:
+        if not rest:
+            return found, rest
         option = next((word for word in rest if word.startswith("-")), None)
         if option is not None:
             name = option.partition("=")[0]
             options = [text for action in self._actions for text in action.option_strings]
-            return f"there is no option {name}{nearest(name, options)}"
+            self.error(f"there is no option {name}{nearest(name, options)}")
         lists = [
             action.option_strings[-1]
             for action in self._actions
             if action.option_strings and str(action.metavar).endswith(LIST_METAVAR)
         ]
         advice = f"; several values of {' or '.join(lists)} have commas between them" if lists else ""
-        return f"{' '.join(rest)}: not expected here{advice}"
+        self.error(f"{' '.join(rest)}: not expected here{advice}")
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices = action.choices

@@ -27,6 +27,7 @@ from gpp_plugin.compare.compare_settings import (
     SINGLE,
     CompareSettings,
     check_modes,
+    compare_modes,
     default_config,
 )
 from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names
@@ -130,10 +131,6 @@ def _run(args: argparse.Namespace) -> dict[str, Any]:
         require_modules("transformers")
     if args.emulate:
         return _finish(args, _emulate(args, settings))
-
-    # Imported here, behind all that can be refused: those modules load torch, which takes seconds.
-    from gpp_plugin.compare.compare_run import compare_modes
-
     _print_filled(
         f"{settings.model}: {settings.mini_batch} samples a step, {settings.loss_unit} a loss; pipelines on "
         f"{settings.num_ranks} ranks, {os.environ.get('OMP_NUM_THREADS', '1')} thread a process; the modes take turns, "

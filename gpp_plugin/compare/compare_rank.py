@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, settings_from_json
+from gpp_plugin.compare.compare_settings import SINGLE, settings_from_json
 from gpp_plugin.compare.compared_models import Batch, BuiltModel, build_model, cut_batch
 from gpp_plugin.errors import ConfigError, GppError
 from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
@@ -123,7 +123,7 @@ class _Saved:
 
 
 class SingleProcess:
-    """Trains a model as a script without DeepSpeed would.
+    """The trainer of the single process: trains a model as a script without DeepSpeed would.
 
     Args:
         ds_config: its optimizer, scheduler, clipping and precision are honoured.
@@ -139,8 +139,8 @@ class SingleProcess:
         stage = derive_stage_config(ds_config, mini_batch=loss_unit, degree=1, device_type="cpu")
         if stage.dtype == "float16":
             raise ConfigError("fp16.enabled: the single process has no loss scale; compare in bf16 or fp32")
-        self.model = model.to(device)
-        self._device, self._unit = device, loss_unit
+        self.module = model.to(device)
+        self.device, self._unit = device, loss_unit
         self._dtype: torch.dtype = getattr(torch, stage.dtype)
         self._clipping = stage.gradient_clipping
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -161,12 +161,17 @@ class SingleProcess:
         )
         self._rates.publish(self._optimizer)
 
+    def facts(self) -> dict[str, Any]:
+        """Return what a row says of it beside the measured."""
+        return {"stages": 1, "notes": []}
+
     def train(self, batch: Mapping[str, Any]) -> float:
         """Take one optimizer step on a mini-batch and return its mean loss."""
         units = cut_batch(batch, self._unit)
         total = 0.0
         for unit in units:
-            loss = _loss_of(self.model(**{key: self._placed(value) for key, value in unit.items()}))
+            output = self.module(**{key: self._placed(value) for key, value in unit.items()})
+            loss: Tensor = output["loss"] if isinstance(output, Mapping) else getattr(output, "loss", output)
             # The mean over B / u loss units, each of u samples, as the configuration defines it: 8
             # samples in units of 2 are 4 losses, each weighted with 1/4. Divided before the backward,
             # not after, as the graph seeds it (u / B).
@@ -187,17 +192,17 @@ class SingleProcess:
                 parameter.copy_(master)
         return total
 
+    def counted_bytes(self) -> None:
+        """Count nothing: `PeakMemory` sees all that is saved here."""
+
+    def bubble(self, batch: Batch) -> None:
+        """Train, as the pipelines do meanwhile: one process has no bubble."""
+        self.train(batch)
+
     def _placed(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        return value.to(device=self._device, dtype=self._dtype if value.is_floating_point() else None)
-
-
-def _loss_of(output: Any) -> Tensor:
-    if isinstance(output, Tensor):
-        return output
-    loss: Tensor = output["loss"] if isinstance(output, Mapping) else output.loss
-    return loss
+        return value.to(device=self.device, dtype=self._dtype if value.is_floating_point() else None)
 
 
 def _make_optimizer(block: Mapping[str, Any] | None, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -227,30 +232,6 @@ def _make_optimizer(block: Mapping[str, Any] | None, parameters: list[nn.Paramet
     return optimizer
 
 
-class _Single:
-    """The trainer of the single process."""
-
-    def __init__(self, built: BuiltModel, settings: CompareSettings) -> None:
-        has_cuda = torch.cuda.is_available()
-        self.device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
-        self.module = built.model
-        self._trainer = SingleProcess(
-            built.model, settings.ds_config, loss_unit=settings.loss_unit, device=self.device
-        )
-
-    def facts(self) -> dict[str, Any]:
-        return {"stages": 1, "notes": []}
-
-    def train(self, batch: Batch) -> float:
-        return self._trainer.train(batch)
-
-    def counted_bytes(self) -> None:
-        return None
-
-    def bubble(self, batch: Batch) -> None:
-        self.train(batch)
-
-
 class _Pipeline:
     """The trainer of a pipeline, stock or graph: the engine that `deepspeed.initialize` returns."""
 
@@ -261,14 +242,20 @@ class _Pipeline:
         self.device = self._engine.device
 
     def facts(self) -> dict[str, Any]:
-        plan = self._engine.plan
+        plan, notes = self._engine.plan, list(self._engine.plan.notes)
+        carried = getattr(self._engine, "carried", ())
+        if carried:
+            notes.append(
+                "DeepSpeed sends neither int64 nor tensors without a gradient between stages: "
+                f"{', '.join(carried)} travel as the bits of floats, exactly, and zeros travel back as their gradient"
+            )
         return {
             "stages": len(plan.stages),
             "depth": plan.depth,
             "predicted_ms": plan.iteration_us / 1e3,
             "stage_names": [stage.name for stage in plan.stages],
             "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
-            "notes": [*plan.notes, *_notes_on_carried(self._engine)],
+            "notes": notes,
         }
 
     def train(self, batch: Batch) -> float:
@@ -288,25 +275,6 @@ class _Pipeline:
         self._engine.record_timelines = False
         timeline = self._engine.last_timeline
         return None if timeline is None else timeline.bubble_ratio()
-
-
-def _notes_on_carried(engine: Any) -> list[str]:
-    carried = getattr(engine, "carried", ())
-    if not carried:
-        return []
-    return [
-        "DeepSpeed sends neither int64 nor tensors without a gradient between stages: "
-        f"{', '.join(carried)} travel as the bits of floats, exactly, and zeros travel back as their gradient"
-    ]
-
-
-def _join(settings: CompareSettings) -> Collectives:
-    """Return the collectives of all processes of the mode."""
-    group: dist.ProcessGroup | None = None
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        timeout = datetime.timedelta(seconds=settings.timeout_s)
-        group = dist.new_group(backend="gloo", timeout=timeout)
-    return Collectives(group=group, who=f"rank {os.environ['RANK']}", timeout_s=settings.timeout_s)
 
 
 def _commands(path: str, collectives: Collectives) -> Iterator[dict[str, Any]]:
@@ -335,7 +303,11 @@ def main() -> None:
         return
     try:
         if mode == SINGLE:
-            trainer: _Single | _Pipeline = _Single(built, settings)
+            has_cuda = torch.cuda.is_available()
+            device = torch.device("cuda", torch.cuda.current_device()) if has_cuda else torch.device("cpu")
+            trainer: SingleProcess | _Pipeline = SingleProcess(
+                built.model, settings.ds_config, loss_unit=settings.loss_unit, device=device
+            )
         else:
             # Each mode measures costs in a folder of its own: stock must
             # not profit from what graph has measured.
@@ -348,7 +320,12 @@ def main() -> None:
         # If this rank failed at once, the launcher might end rank 0 before it has reported why.
         time.sleep(_REFUSAL_S)
         raise
-    collectives = _join(settings)
+    # of all processes of the mode
+    group: dist.ProcessGroup | None = None
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=settings.timeout_s))
+    who = f"rank {os.environ['RANK']}"
+    collectives = Collectives(group=group, who=who, timeout_s=settings.timeout_s)
     collectives.meet("a measured step")
     if is_first:
         emit_event(ready=True, **trainer.facts())
@@ -359,7 +336,7 @@ def main() -> None:
 
 
 def _run_command(
-    command: dict[str, Any], trainer: _Single | _Pipeline, built: BuiltModel, collectives: Collectives
+    command: dict[str, Any], trainer: SingleProcess | _Pipeline, built: BuiltModel, collectives: Collectives
 ) -> dict[str, Any]:
     # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])

@@ -103,7 +103,7 @@ def chain_of(built: BuiltModel, settings: CompareSettings, folder: str) -> Pipel
         plan = make_plan(block.planner, request)
         return schedule_plan(plan, request, schedule=block.schedule, slicing=block.slicing)
 
-    return best_chain(one_stage_a_rank(captured_request(built, settings, folder)), make=make)
+    return best_chain(one_stage_a_rank(captured_request(built, settings, folder)), make)
 
 
 def captured_request(built: BuiltModel, settings: CompareSettings, folder: str) -> PlanRequest:

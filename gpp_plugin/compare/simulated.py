@@ -38,13 +38,11 @@ from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, rank_limit, u
 # models are usually cut, and level by level, with which a stage may hold a slice of all branches.
 
 
-def best_chain(
-    request: PlanRequest, *, planner: str = "auto", make: Callable[[PlanRequest], PipelinePlan] | None = None
-) -> PipelinePlan:
-    """Return the quickest chain that ``planner`` finds in any of the `block_orders`; its graph is that of `in_order`.
+def best_chain(request: PlanRequest, make: MakePlan) -> PipelinePlan:
+    """Return the quickest chain that is found in any of the `block_orders`; its graph is that of `in_order`.
 
     Args:
-        make: plans the model in an order, where more than a planner is to decide (schedules, say).
+        make: plans the model in an order.
 
     Raises:
         PlanInfeasible: no chain fits; the message is that of the last order.
@@ -52,8 +50,7 @@ def best_chain(
     plans, problem = [], None
     for order in block_orders(request.graph):
         try:
-            line = in_order(request, order)
-            plans.append(make_plan(planner, line) if make is None else make(line))
+            plans.append(make(in_order(request, order)))
         except PlanInfeasible as error:
             problem = error
     if problem is not None and not plans:
@@ -117,7 +114,7 @@ def simulate_modes(
     makers: dict[str, MakePlan] = {
         SINGLE: single_plan,
         STOCK: best_stock,
-        CHAIN: lambda request: best_chain(request, make=make_graph),
+        CHAIN: lambda request: best_chain(request, make_graph),
         GRAPH: make_graph,
     }
     rows = []

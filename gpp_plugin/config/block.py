@@ -30,14 +30,6 @@ REMOVED_KEYS = {
 }
 """Keys of earlier releases that are refused, each with what to do instead."""
 
-Granularity = Literal["layer", "sub_layer", "node"]
-Mode = Literal["sync", "async"]
-Recompute = Literal["auto", "off", "full"]
-Swap = Literal["auto", "off"]
-Colocate = Literal["auto", "off"]
-CacheKind = Literal["auto", "data", "sequence"]
-LossMean = Literal["units", "tokens"]
-UnitOrderName = Literal["balanced", "given"]
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 MEMORY_WAYS = ("recompute", "swap")
@@ -86,8 +78,8 @@ class MemoryConfig(_Block):
     limit_gb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _key(
         "auto", '"auto" or a number of GB above 0', plans=True
     )
-    recompute: Recompute = _key("auto", plans=True)
-    swap: Swap = _key("auto", plans=True)
+    recompute: Literal["auto", "off", "full"] = _key("auto", plans=True)
+    swap: Literal["auto", "off"] = _key("auto", plans=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -183,7 +175,7 @@ class GenerateConfig(_Block):
             sequence-sharded caches it is 1.
     """
 
-    cache: CacheKind = _key("auto")
+    cache: Literal["auto", "data", "sequence"] = _key("auto")
     block: Count = _key(16)
     micro_batches: Count | Auto = _key(1)
 
@@ -273,7 +265,7 @@ class GraphPipelineConfig(_Block):
     planner: PlannerName = _key("auto", plans=True)
     stages: Auto | Count = _key("auto", plans=True)
     virtual_stages: Auto | Count = _key(1, plans=True)
-    colocate: Colocate = _key("off", plans=True)
+    colocate: Literal["auto", "off"] = _key("off", plans=True)
     data_parallel: Auto | Count = _key("auto", plans=True)
     tensor_parallel: Auto | Count | dict[str, Count] = _key(
         1,
@@ -290,7 +282,7 @@ class GraphPipelineConfig(_Block):
         inner='a whole number of samples of at least 1, or "full"',
         plans=True,
     )
-    granularity: Granularity = _key("layer", plans=True)
+    granularity: Literal["layer", "sub_layer", "node"] = _key("layer", plans=True)
     slicing: Literal["auto", "on", "off"] | Count = _key(
         "auto", '"auto", "on", "off" or a number of micro-batches of at least 1', plans=True
     )
@@ -301,10 +293,10 @@ class GraphPipelineConfig(_Block):
     cluster: str | dict[str, Any] = _key("auto", '"auto", a file name, or an object', plans=True)
     plan: str | dict[str, Any] | None = _key(None, "null, a file name, or an object")
     profile_dir: str | None = _key(None, "null or a directory name")
-    loss_mean: LossMean = _key("units")
+    loss_mean: Literal["units", "tokens"] = _key("units")
     units: Count | None = _key(None)
-    unit_order: UnitOrderName = _key("balanced")
-    mode: Mode = _key("sync", plans=True)
+    unit_order: Literal["balanced", "given"] = _key("balanced")
+    mode: Literal["sync", "async"] = _key("sync", plans=True)
     vertical_sync: bool = _key(False, plans=True)
     p2p: TransportName = _key("native", plans=True)
     comm_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = _key(

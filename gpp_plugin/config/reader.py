@@ -8,7 +8,6 @@ says.
 from __future__ import annotations
 
 import base64
-import binascii
 import contextlib
 import difflib
 import functools
@@ -60,11 +59,11 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
         raise ConfigError(f"config: expected a dict or a file name, found {type(ds_config).__name__}")
     try:
         text = serialize.read_text(ds_config, what=_WHAT)
-    except ReadError:
-        decoded = _from_base64(str(ds_config))
-        if decoded is None:
-            raise
-        text = decoded
+    except ReadError as error:
+        try:
+            text = base64.urlsafe_b64decode(str(ds_config)).decode("utf-8")
+        except ValueError:  # neither base64 nor a text
+            raise error from error.__cause__
     name = shown_path(ds_config)
     try:
         plain = parse_json(text, what=_WHAT, max_bytes=SMALL_BYTES)
@@ -75,13 +74,6 @@ def load_deepspeed_json(ds_config: Mapping[str, Any] | str | Path) -> dict[str, 
     if not isinstance(plain, dict):
         raise ReadError(f"{name}: holds a {type(plain).__name__}; a DeepSpeed configuration is an object")
     return plain
-
-
-def _from_base64(text: str) -> str | None:
-    try:
-        return base64.urlsafe_b64decode(text).decode("utf-8")
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return None
 
 
 def _from_hjson(text: str) -> Any | None:
@@ -468,13 +460,9 @@ def _check_compile(config: GraphPipelineConfig) -> None:
     splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
     divides = any(size != 1 for size in (tensor.values() if isinstance(tensor, dict) else [tensor]))
     halves = config.slicing not in ("auto", "off")
+    recomputes = memory.recompute == "full"
     refused = [
-        (
-            "memory.recompute",
-            "full",
-            memory.recompute == "full",
-            "what is compiled is not run again in parts",
-        ),
+        ("memory.recompute", "full", recomputes, "what is compiled is not run again in parts"),
         ("schedule", config.schedule, splits, "a compiled backward is not made in two parts"),
         ("slicing", config.slicing, halves, "halves would be compiled beside the whole"),
         ("mode", "async", config.mode == "async", "its weights change between a forward and its backward"),

@@ -12,9 +12,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -25,9 +24,6 @@ from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.timeline_chart import format_timeline, forward_overlap_us, forward_overlaps_us
 from gpp_plugin.report.units import screen_columns
-
-if TYPE_CHECKING:  # the command itself needs no torch
-    from gpp_plugin.demo.clip import DigitData
 
 COMPARED_STEPS = 20
 """Steps over which equality is stated: later on, rounding of any two runs grows apart by itself."""
@@ -280,39 +276,32 @@ def _accuracy(folder: Path) -> float:
 
 def _reference_losses(settings: DemoSettings) -> list[float]:
     """Return the losses of training in one process."""
-    from gpp_plugin.demo.clip import load_digit_captions
+    import torch
+
+    from gpp_plugin.demo.clip import load_digit_captions, make_clip, mini_batches
 
     data = load_digit_captions()
     print("\nThe same training in one process, to compare with:", flush=True)
-    reference: list[float] = []
-    with _Progress(settings.steps) as progress:
-        for step, loss in enumerate(_train_in_one_process(data, settings), start=1):
-            reference.append(loss)
-            progress.advance(step, loss)
-    return reference
-
-
-def _train_in_one_process(data: DigitData, settings: DemoSettings) -> Iterator[float]:
-    """Yield the loss of each step."""
-    import torch
-
-    from gpp_plugin.demo.clip import make_clip, mini_batches
-
     model = make_clip(data.tokenizer, seed=settings.seed)
     # "torch_adam" is DeepSpeed's word for torch's AdamW instead of its fused one; torch does not know it.
     params = {k: v for k, v in settings.optimizer_block()["params"].items() if k != "torch_adam"}
     optimizer = torch.optim.AdamW(model.parameters(), **params)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, settings.learning_rate_factor)
     model.train()
-    for batch in mini_batches(
+    batches = mini_batches(
         data.train, mini_batch=settings.mini_batch, steps=settings.steps, seed=settings.seed
-    ):
-        loss = model(**batch, return_loss=True).loss
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        scheduler.step()
-        yield loss.item()
+    )
+    reference: list[float] = []
+    with _Progress(settings.steps) as progress:
+        for step, batch in enumerate(batches, start=1):
+            loss = model(**batch, return_loss=True).loss
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            reference.append(loss.item())
+            progress.advance(step, reference[-1])
+    return reference
 
 
 def find_tower_overlap(timeline: Timeline, plan: PipelinePlan) -> TowerOverlap | None:

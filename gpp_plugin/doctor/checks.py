@@ -46,14 +46,9 @@ from gpp_plugin.report.units import format_bytes, format_table
 # in its own way.
 
 
-def _find_patches() -> Path:
-    """Return the folder of the patches: inside the package in a wheel, beside it in a checkout."""
-    package = Path(str(importlib.resources.files("gpp_plugin")))
-    inside = package / "patches"
-    return inside if inside.is_dir() else package.parent / "patches"
-
-
-PATCH_DIR = _find_patches()
+_INSIDE = Path(str(importlib.resources.files("gpp_plugin"))) / "patches"
+PATCH_DIR = _INSIDE if _INSIDE.is_dir() else _INSIDE.parents[1] / "patches"
+"""The folder of the patches: inside the package in a wheel, beside it in a checkout."""
 IMPORTED_AS = {"deepspeed": "deepspeed", "megatron-core": "megatron"}
 """Import name of each distribution that has patches."""
 

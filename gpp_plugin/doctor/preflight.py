@@ -135,10 +135,19 @@ def run_preflight(args: argparse.Namespace) -> dict[str, Any]:
     checks = [*_checks_of(found, args), *(check() for check in HOST_CHECKS if args.device == "cuda")]
     print_checks(checks)
     if found["pairs"]:
-        print("\nPairs of ranks, one way, several pairs at a time\n" + format_pairs(found["pairs"]))
+        rows = []
+        for pair in found["pairs"]:
+            speeds = f"{pair['latency_us']:.1f}", f"{pair['bytes_per_s'] / 1e9:.2f}"
+            rows.append([f"{pair['first']} - {pair['second']}", pair["link"], *speeds])
+        print("\nPairs of ranks, one way, several pairs at a time")
+        print(format_table(["ranks", "link", "us", "GB/s"], rows, left=2))
     print_advice(checks)
     if args.output is not None:
-        _write(found["cluster"], args.output)
+        try:
+            write_text_whole(args.output, json.dumps(found["cluster"], indent=2) + "\n")
+        except OSError as error:
+            reason = f"cannot be written ({error.strerror})"
+            raise ConfigError(f"--output {args.output}: {reason}; name another file") from error
         print(
             f'\nthe cluster is in {args.output}: "graph_pipeline": {{"cluster": "{args.output}"}}, '
             f"gpp plan MODEL --cluster {args.output}"
@@ -208,9 +217,9 @@ def _run(args: argparse.Namespace, *, is_launched: bool) -> dict[str, Any]:
         arguments = [json.dumps(settings)]
         events = list(run_ranks(module, arguments, num_ranks=args.gpus, timeout_s=5 * args.timeout + 60))
         return events[-1]
-    from gpp_plugin.doctor.preflight_rank import PreflightSettings, run_rank
+    from gpp_plugin.doctor.preflight_rank import run_rank
 
-    found = run_rank(PreflightSettings(**settings))
+    found = run_rank(**settings)
     if found is None:
         end_rank()
     assert found is not None, "a rank but the first has ended"
@@ -241,23 +250,6 @@ def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[C
 
 def _ok(name: str, found: str, *, is_required: bool = True) -> Check:
     return Check(name=name, status=Status.OK, found=found, is_required=is_required)
-
-
-def format_pairs(pairs: list[dict[str, Any]]) -> str:
-    """Return the speeds of pairs as a table."""
-    rows = []
-    for pair in pairs:
-        speeds = f"{pair['latency_us']:.1f}", f"{pair['bytes_per_s'] / 1e9:.2f}"
-        rows.append([f"{pair['first']} - {pair['second']}", pair["link"], *speeds])
-    return format_table(["ranks", "link", "us", "GB/s"], rows, left=2)
-
-
-def _write(cluster: Mapping[str, Any], path: Path) -> None:
-    try:
-        write_text_whole(path, json.dumps(cluster, indent=2) + "\n")
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror})"
-        raise ConfigError(f"--output {path}: {reason}; name another file") from error
 
 
 # ---- what this host has --------------------------------------------------------------------------------------

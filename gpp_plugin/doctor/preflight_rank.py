@@ -14,7 +14,6 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,21 +51,6 @@ NO_COMPUTE = 1e-9
 MICRO_BATCHES = 4
 HIDDEN = 1 << 16
 GRADIENT_BYTES = 1 << 22
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreflightSettings:
-    """What ranks are started with.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
-        plan: a saved plan; None: `preflight_plan`.
-        timeout_s: how long a rank waits for another one, each time.
-    """
-
-    device: str
-    plan: str | None
-    timeout_s: float
 
 
 def preflight_plan(num_ranks: int) -> PipelinePlan:
@@ -120,8 +104,13 @@ def preflight_plan(num_ranks: int) -> PipelinePlan:
     )
 
 
-def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
+def run_rank(*, device: str, plan: str | None, timeout_s: float) -> dict[str, Any] | None:
     """Return what was found on the first rank, None on the others; collective over the launcher's ranks.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        plan: a saved plan; None: `preflight_plan`.
+        timeout_s: how long a rank waits for another one, each time.
 
     Raises:
         CommTimeout: a rank did not come, or a message of it did not; names the rank.
@@ -131,22 +120,22 @@ def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
     # which two nothing arrives, which message of the plan does not come.
     began = time.perf_counter()
     torch.set_num_threads(1)
-    placement = join_ranks(settings.device, timeout_s=settings.timeout_s)
+    placement = join_ranks(device, timeout_s=timeout_s)
     num_ranks = len(placement.places)
-    limit = datetime.timedelta(seconds=settings.timeout_s)
+    limit = datetime.timedelta(seconds=timeout_s)
     group = dist.new_group(backend="gloo", timeout=limit) if num_ranks > 1 else None
     joined_s = time.perf_counter() - began
     found = find_cluster(
         placement,
         group,
-        dtype=torch.float32 if settings.device == "cpu" else torch.bfloat16,
+        dtype=torch.float32 if device == "cpu" else torch.bfloat16,
         keeps_reserve=True,
         measures_anew=True,
-        timeout_s=settings.timeout_s,
+        timeout_s=timeout_s,
     )
-    plan = preflight_plan(num_ranks) if settings.plan is None else load(PipelinePlan, settings.plan)
-    steps_ms = _run_zeros(plan, placement, group, settings.timeout_s)
-    speeds, all_reduce = _measure(placement, group, found, settings.timeout_s)
+    tried = preflight_plan(num_ranks) if plan is None else load(PipelinePlan, plan)
+    steps_ms = _run_zeros(tried, placement, group, timeout_s)
+    speeds, all_reduce = _measure(placement, group, found, timeout_s)
     measured = measure_models(placement, group, lambda: measure_device(placement.own_device))
     if placement.rank:
         return None
@@ -154,9 +143,9 @@ def run_rank(settings: PreflightSettings) -> dict[str, Any] | None:
         "joined_s": joined_s,
         "seconds": time.perf_counter() - began,
         "steps_ms": steps_ms,
-        "channels": len(_channels(plan)),
-        "plan": plan.model,
-        "stages": len(plan.stages),
+        "channels": len(_channels(tried)),
+        "plan": tried.model,
+        "stages": len(tried.stages),
         "all_reduce_bytes_per_s": all_reduce,
         **_describe(placement, found, speeds, measured),
     }
@@ -241,8 +230,7 @@ def _describe(
 
 def main() -> None:
     """Run this rank's part; rank 0 reports what was found."""
-    settings = PreflightSettings(**json.loads(sys.argv[1]))
-    found = run_rank(settings)
+    found = run_rank(**json.loads(sys.argv[1]))
     if found is not None:
         emit_event(**found)
     end_rank()

@@ -1,4 +1,4 @@
-"""The order of one stage's tasks, printed and parsed as ``2F0`` (stage 2, forward of micro-batch 0).
+"""The order of one stage's tasks, printed as ``2F0`` (stage 2, forward of micro-batch 0).
 
 A micro-batch's backward is one task (B), or two: the input gradient (I), which other stages wait for, and
 later the weight gradient (W). A forward may run in two halves of its samples, ``2F0a`` and ``2F0b``.
@@ -7,10 +7,7 @@ later the weight gradient (W). A forward may run in two halves of its samples, `
 from __future__ import annotations
 
 import enum
-import re
 from dataclasses import dataclass
-
-from gpp_plugin.errors import ScheduleError
 
 
 class TaskKind(enum.Enum):
@@ -40,23 +37,6 @@ class Task:
     def __str__(self) -> str:
         half = "" if self.half is None else "ab"[self.half]
         return f"{self.stage}{self.kind.value}{self.micro_batch}{half}"
-
-
-def parse_task(text: str) -> Task:
-    """Read a task as `Task.__str__` writes it.
-
-    Raises:
-        ScheduleError: the text is not of that form.
-    """
-    # only a forward has halves: 2F0a is one, 2B0a is none
-    match = re.fullmatch(r"(\d+)(?:([FBIW])(\d+)|(F)(\d+)([ab]))", text)
-    if match is None:
-        raise ScheduleError(
-            f"not a task: {text!r}; write it as 2F0 (stage, F, B, I or W, micro-batch), half a forward as 2F0a or 2F0b"
-        )
-    half = None if match[6] is None else "ab".index(match[6])
-    kind, micro_batch = match[2] or match[4], match[3] or match[5]
-    return Task(stage=int(match[1]), kind=TaskKind(kind), micro_batch=int(micro_batch), half=half)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -209,7 +209,11 @@ def parse_json(
         raise ReadError(f"not {what}: nested too deeply; at most {max_depth} levels are read") from None
     _check_depth(plain, what, max_depth)
     if "\\u" in text:
-        _check_encodable(plain, what)
+        # "\\ud800" alone is half a character: it could neither be printed nor written
+        try:
+            json.dumps(plain, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            raise ReadError(f"not {what}: a text has half a character (a lone surrogate)") from None
     return plain
 
 
@@ -261,14 +265,6 @@ def _check_depth(plain: Any, what: str, most: int) -> None:
     raise ReadError(f"not {what}: nested more than {most} levels deep")
 
 
-def _check_encodable(plain: Any, what: str) -> None:
-    # "\\ud800" alone is half a character: it could neither be printed nor written
-    try:
-        json.dumps(plain, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        raise ReadError(f"not {what}: a text has half a character (a lone surrogate)") from None
-
-
 def write_text_whole(path: str | Path, text: str) -> None:
     """Write ``text`` to ``path`` whole or not at all."""
     with whole_file(path) as temporary:
@@ -288,20 +284,13 @@ def whole_file(path: str | Path) -> Iterator[Path]:
         yield Path(name)
         with open(name, "rb") as written:
             os.fsync(written.fileno())
-        _replace_file(name, target)
+        # readable by whom any other new file is, or whom the old one was: mkstemp's files are their owner's alone
+        mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666 & ~_umask()
+        os.chmod(name, mode)
+        os.replace(name, target)
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
-
-
-def _replace_file(temporary: str, target: Path) -> None:
-    """Rename what `tempfile.mkstemp` made: readable by whom any other new file is, or whom the old one was."""
-    try:
-        mode = stat.S_IMODE(target.stat().st_mode)
-    except OSError:
-        mode = 0o666 & ~_umask()
-    os.chmod(temporary, mode)  # mkstemp's files are their owner's alone
-    os.replace(temporary, target)
 
 
 def _umask() -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
@@ -50,14 +51,10 @@ class Gemm:
     is_batched: bool = False
 
 
-def multiprocessors(device: Device) -> int:
-    """Return the number of multiprocessors of a device, by the first part of its name; 100 where unknown."""
-    return MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
-
-
 def gemm_us(device: Device, m: int, n: int, k: int, *, batch: int = 1, element_bytes: int = 4) -> float:
     """Return microseconds of ``batch`` products [m, k] @ [k, n] in one launch; ``element_bytes`` of a number."""
-    units = multiprocessors(device)
+    # its multiprocessors, by the first part of its name
+    units = MULTIPROCESSORS.get(device.name.split("-")[0].split(" ")[0], 100)
     # 512 x 1024 x 1024 on the 108 multiprocessors of an A100, utilisation by tile and split. Tiles
     # of 64 are 8 x 16 = 128 in two waves of 108: 0.59, times their rate, 0.8, is 0.47:
     #
@@ -250,7 +247,7 @@ def _own_tensors(spec: BlockSpec) -> list[SavedTensor]:
     # A layer that keeps 10 times its output is 10 tensors of that size, so that swap and recompute have
     # something to choose from, as they have in a captured layer; at most 16. The bounds are rounded so
     # that the sum is exact.
-    count = min(max(-(-spec.saved // max(_elements(spec.output), 1)), 1), MOST_PIECES)
+    count = min(max(-(-spec.saved // max(math.prod(spec.output), 1)), 1), MOST_PIECES)
     bounds = [spec.saved * i // count * FLOAT for i in range(count + 1)]
     return [
         SavedTensor(
@@ -265,35 +262,22 @@ def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
     """Return a graph of fp32 as one whose tensors and parameters are of ``dtype``."""
     size = element_bytes(dtype)
 
-    def scaled(num_bytes: int) -> int:
-        return num_bytes * size // FLOAT
+    def scaled(items: Iterable[Any], *names: str) -> tuple[Any, ...]:
+        return tuple(
+            dataclasses.replace(item, **{name: getattr(item, name) * size // FLOAT for name in names})
+            for item in items
+        )
 
+    own = ("parameter_bytes", "trainable_bytes")
     return dataclasses.replace(
         graph,
-        blocks=tuple(
-            dataclasses.replace(
-                block,
-                parameter_bytes=scaled(block.parameter_bytes),
-                trainable_bytes=scaled(block.trainable_bytes),
-                saved_bytes=scaled(block.saved_bytes),
-            )
-            for block in graph.blocks
-        ),
+        blocks=scaled(graph.blocks, *own, "saved_bytes"),
         tensors={
             name: dataclasses.replace(spec, dtype=TRAINING_DTYPES[dtype])
             for name, spec in graph.tensors.items()
         },
-        saved=tuple(dataclasses.replace(tensor, bytes=scaled(tensor.bytes)) for tensor in graph.saved),
-        sharding=tuple(
-            dataclasses.replace(
-                each,
-                parameter_bytes=scaled(each.parameter_bytes),
-                trainable_bytes=scaled(each.trainable_bytes),
-                forward_sum_bytes=scaled(each.forward_sum_bytes),
-                backward_sum_bytes=scaled(each.backward_sum_bytes),
-            )
-            for each in graph.sharding
-        ),
+        saved=scaled(graph.saved, "bytes"),
+        sharding=scaled(graph.sharding, *own, "forward_sum_bytes", "backward_sum_bytes"),
     )
 
 
@@ -313,12 +297,13 @@ def profile_model(
     for spec in model.specs:
         forward = tuple(_forward(device, spec, n, size) for n in samples)
         backward = tuple(_backward(device, spec, n, size) for n in samples)
-        saved, transient = spec.saved, _elements(spec.output)
+        output = math.prod(spec.output)
+        saved, transient = spec.saved, output
         if recompute and spec.is_checkpointed:
             # The block's input, about as large as its output, stays; all that its forward keeps is there only
             # while its backward runs: from saved to transient.
             backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
-            saved, transient = _elements(spec.output), spec.saved + _elements(spec.output)
+            saved, transient = output, spec.saved + output
         costs.append(
             BlockCost(
                 block=spec.name,
@@ -336,13 +321,6 @@ def profile_model(
         )
     graph = model.graph if dtype == "fp32" else in_dtype(model.graph, dtype)
     return Profile(graph=fingerprint(graph), device=device.name, source="analytic", costs=tuple(costs))
-
-
-def _elements(shape: tuple[int, ...]) -> int:
-    total = 1
-    for size in shape:
-        total *= size
-    return total
 
 
 def _moved_us(device: Device, num_bytes: int) -> float:
@@ -480,7 +458,13 @@ def linear(name: str, inputs: int, outputs: int, *, rows: int = 1) -> BlockSpec:
 def transformer_layers(
     prefix: str, count: int, *, length: int, hidden: int, heads: int, inner: int, granularity: str
 ) -> list[BlockSpec]:
-    """Return the blocks of transformer layers: one a layer, or attention and feed-forward apart."""
+    """Return the blocks of transformer layers: one a layer, or attention and feed-forward apart.
+
+    Raises:
+        PlanError: the granularity is neither ``layer`` nor ``sub_layer``.
+    """
+    if granularity not in ("layer", "sub_layer"):
+        raise PlanError(f"granularity {granularity!r} is not known; choose layer or sub_layer")
     blocks: list[BlockSpec] = []
     for i in range(count):
         parts = [
@@ -494,13 +478,3 @@ def transformer_layers(
 def path_edges(names: Sequence[str]) -> list[tuple[str, str]]:
     """Return the edges of a chain."""
     return list(zip(names, names[1:], strict=False))
-
-
-def check_granularity(granularity: str) -> None:
-    """Refuse an unknown granularity.
-
-    Raises:
-        PlanError: it is neither ``layer`` nor ``sub_layer``.
-    """
-    if granularity not in ("layer", "sub_layer"):
-        raise PlanError(f"granularity {granularity!r} is not known; choose layer or sub_layer")

@@ -172,33 +172,24 @@ def captured_model(
     from gpp_plugin.capture.recapture import recapture
     from gpp_plugin.profile.analytic_costs import default_sample_counts
 
-    *usual, longest = [_Shapes(batch) for batch in batches]
-    first = usual[(len(usual) - 1) // 2]
-    captured = capture_model(model, first.batch, dtype=getattr(torch, TRAINING_DTYPES[device.dtype]))
+    # batches of the same lengths have one key
+    keys = [tuple((k, tuple(getattr(v, "shape", ()))) for k, v in batch.items()) for batch in batches]
+    *usual, longest = keys
+    middle = (len(usual) - 1) // 2
+    captured = capture_model(model, batches[middle], dtype=getattr(torch, TRAINING_DTYPES[device.dtype]))
     counts = default_sample_counts(mini_batch)
-    known = {first.key: _analytic(captured, device, counts, granularity)}
-    for shapes in (*usual, longest):
-        if shapes.key not in known:
-            again = recapture(model, captured.analysis, shapes.batch, granularity=granularity)
-            known[shapes.key] = _analytic(again, device, counts, granularity)
-    graph, inputs = known[first.key].graph, known[longest.key].inputs
-    profile = known[first.key].profile
+    known = {keys[middle]: _analytic(captured, device, counts, granularity)}
+    for key, batch in zip(keys, batches, strict=True):
+        if key not in known:
+            again = recapture(model, captured.analysis, batch, granularity=granularity)
+            known[key] = _analytic(again, device, counts, granularity)
+    graph, inputs = known[keys[middle]].graph, known[longest].inputs
+    profile = known[keys[middle]].profile
     if len(known) > 1:
-        profile = planned_profile(
-            [known[shapes.key].profile for shapes in usual],
-            _grown(known[longest.key], graph),
-        )
+        profile = planned_profile([known[key].profile for key in usual], _grown(known[longest], graph))
     return graph, with_inputs(
         profile, graph, inputs, mini_batch=mini_batch, dtype=TRAINING_DTYPES[device.dtype]
     )
-
-
-class _Shapes:
-    """A batch, and what another of the same lengths has in common with it."""
-
-    def __init__(self, batch: Mapping[str, Any]) -> None:
-        self.batch = batch
-        self.key = tuple((key, tuple(getattr(value, "shape", ()))) for key, value in batch.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

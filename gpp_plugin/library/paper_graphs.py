@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,7 +18,6 @@ from gpp_plugin.library.analytic_models import (
     Gemm,
     assemble,
     attention,
-    check_granularity,
     linear,
     path_edges,
     transformer_layers,
@@ -102,9 +102,7 @@ class _Builder:
         #
         # One tensor kept by two operators is held once: `_keepers` has it once, under the name of what made
         # it, and only the operator that enters it first counts it in its ``saved``.
-        elements = 1
-        for size in output:
-            elements *= size
+        elements = math.prod(output)
         charged = 0
         kept = [(image.made_by, image.elements * FLOAT) for image in keeps if image.made_by]
         if keeps_result:
@@ -248,7 +246,8 @@ def amoebanet(
     # Two reductions follow the stem at once, so cells work on an eighth of the image's side: 224 -> 112
     # (stem) -> 56 -> 28, then 28, 14 and 7 in the three thirds.
     before, last, channels, number = first, first, filters // 4, 0
-    for is_reduction in (True, True, *_body(layers)):
+    third = [False] * (layers // 3)
+    for is_reduction in (True, True, *third, True, *third, True, *third):
         channels *= 2 if is_reduction else 1
         made = builder.cell(f"cells.{number}", before, last, channels, is_reduction=is_reduction)
         before, last, number = last, made, number + 1
@@ -263,10 +262,11 @@ def amoebanet(
     return assemble("amoebanet", builder.specs, builder.edges, loss="loss", saved=builder.saved())
 
 
-def _body(layers: int) -> list[bool]:
-    """Return for each cell after the stem whether it reduces: thirds of normal cells, a reduction between."""
-    third = [False] * (layers // 3)
-    return [*third, True, *third, True, *third]
+def _joined(name: str, paths: list[list[BlockSpec]], width: int) -> AnalyticModel:
+    """Return branches of blocks, each ``width`` wide at its end, concatenated before a linear head."""
+    edges = [edge for path in paths for edge in path_edges([*(spec.name for spec in path), "head"])]
+    specs = [spec for path in paths for spec in path]
+    return assemble(name, [*specs, linear("head", len(paths) * width, 1)], edges, loss="head")
 
 
 def mmt(
@@ -280,18 +280,14 @@ def mmt(
     granularity: str = "layer",
 ) -> AnalyticModel:
     """Return the multi-modal transformer: branches of transformer layers, concatenated at the end."""
-    check_granularity(granularity)
-    specs: list[BlockSpec] = []
-    edges: list[tuple[str, str]] = []
-    for b in range(branches):
-        path = transformer_layers(
+    paths = [
+        transformer_layers(
             f"branch{b}.layers", layers, length=length, hidden=hidden, heads=heads, inner=inner,
             granularity=granularity,
-        )  # fmt: skip
-        specs += path
-        edges += [*path_edges([spec.name for spec in path]), (path[-1].name, "head")]
-    specs.append(linear("head", branches * hidden, 1))
-    return assemble("mmt", specs, edges, loss="head")
+        )
+        for b in range(branches)
+    ]  # fmt: skip
+    return _joined("mmt", paths, hidden)
 
 
 def dlrm(
@@ -342,14 +338,10 @@ def dlrm(
 
 def candle_uno(*, branches: int = 7, layers: int = 4, hidden: int = 4096) -> AnalyticModel:
     """Return the drug-response model: branches of feed-forward layers, concatenated."""
-    specs: list[BlockSpec] = []
-    edges: list[tuple[str, str]] = []
-    for b in range(branches):
-        path = [linear(f"branch{b}.layers.{i}", hidden, hidden) for i in range(layers)]
-        specs += path
-        edges += [*path_edges([spec.name for spec in path]), (path[-1].name, "head")]
-    specs.append(linear("head", branches * hidden, 1))
-    return assemble("candle_uno", specs, edges, loss="head")
+    paths = [
+        [linear(f"branch{b}.layers.{i}", hidden, hidden) for i in range(layers)] for b in range(branches)
+    ]
+    return _joined("candle_uno", paths, hidden)
 
 
 def two_branch(
@@ -362,10 +354,8 @@ def two_branch(
     length: int = 256,
 ) -> AnalyticModel:
     """Return the case study of section 7.5: (attention, linear, linear) repeated in every branch."""
-    specs: list[BlockSpec] = []
-    edges: list[tuple[str, str]] = []
-    for b in range(branches):
-        path: list[BlockSpec] = []
+    paths: list[list[BlockSpec]] = [[] for _ in range(branches)]
+    for b, path in enumerate(paths):
         for i in range(layers):
             name = f"branch{b}.layers.{i}"
             path += [
@@ -373,10 +363,7 @@ def two_branch(
                 linear(f"{name}.linear1", hidden, inner, rows=length),
                 linear(f"{name}.linear2", inner, hidden, rows=length),
             ]
-        specs += path
-        edges += [*path_edges([spec.name for spec in path]), (path[-1].name, "head")]
-    specs.append(linear("head", branches * hidden, 1))
-    return assemble("two_branch", specs, edges, loss="head")
+    return _joined("two_branch", paths, hidden)
 
 
 def transformer(
@@ -391,7 +378,6 @@ def transformer(
     name: str = "transformer",
 ) -> AnalyticModel:
     """Return a sequential transformer (GraphPipe, A.3), with embedding and language head where it has words."""
-    check_granularity(granularity)
     specs = transformer_layers(
         "layers", layers, length=length, hidden=hidden, heads=heads, inner=inner, granularity=granularity
     )
@@ -426,36 +412,18 @@ def transformer(
     return assemble(name, specs, path_edges([spec.name for spec in specs]), loss="head")
 
 
-def gpt2_345m(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
-    """Return GPT-2 345M (AutoPipe, Table I)."""
-    return transformer(
-        layers=24, hidden=1024, heads=16, inner=4096, length=length, vocabulary=50257, granularity=granularity,
-        name="gpt2_345m",
-    )  # fmt: skip
+def _table_1(
+    name: str, layers: int, hidden: int, heads: int, *, words: int, tokens: int
+) -> Callable[..., AnalyticModel]:
+    """Return what makes a model of AutoPipe's Table I, of texts of ``tokens`` unless the user says otherwise."""
 
+    def make(*, length: int = tokens, granularity: str = "sub_layer") -> AnalyticModel:
+        return transformer(
+            layers=layers, hidden=hidden, heads=heads, inner=4 * hidden, length=length, vocabulary=words,
+            granularity=granularity, name=name,
+        )  # fmt: skip
 
-def gpt2_762m(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
-    """Return GPT-2 762M (AutoPipe, Table I)."""
-    return transformer(
-        layers=36, hidden=1280, heads=20, inner=5120, length=length, vocabulary=50257, granularity=granularity,
-        name="gpt2_762m",
-    )  # fmt: skip
-
-
-def gpt2_1p3b(*, length: int = 1024, granularity: str = "sub_layer") -> AnalyticModel:
-    """Return GPT-2 1.3B (AutoPipe, Table I)."""
-    return transformer(
-        layers=24, hidden=2048, heads=16, inner=8192, length=length, vocabulary=50257, granularity=granularity,
-        name="gpt2_1p3b",
-    )  # fmt: skip
-
-
-def bert_large(*, length: int = 512, granularity: str = "sub_layer") -> AnalyticModel:
-    """Return BERT-large (AutoPipe, Table I)."""
-    return transformer(
-        layers=24, hidden=1024, heads=16, inner=4096, length=length, vocabulary=30522, granularity=granularity,
-        name="bert_large",
-    )  # fmt: skip
+    return make
 
 
 MODELS: dict[str, Callable[..., AnalyticModel]] = {
@@ -464,10 +432,10 @@ MODELS: dict[str, Callable[..., AnalyticModel]] = {
     "candle_uno": candle_uno,
     "two_branch": two_branch,
     "transformer": transformer,
-    "gpt2_345m": gpt2_345m,
-    "gpt2_762m": gpt2_762m,
-    "gpt2_1p3b": gpt2_1p3b,
-    "bert_large": bert_large,
+    "gpt2_345m": _table_1("gpt2_345m", 24, 1024, 16, words=50257, tokens=1024),
+    "gpt2_762m": _table_1("gpt2_762m", 36, 1280, 20, words=50257, tokens=1024),
+    "gpt2_1p3b": _table_1("gpt2_1p3b", 24, 2048, 16, words=50257, tokens=1024),
+    "bert_large": _table_1("bert_large", 24, 1024, 16, words=30522, tokens=512),
     "amoebanet": amoebanet,
 }
 

@@ -83,7 +83,7 @@ def choose_schedule(
 
     Args:
         schedules: names of `Stage.schedule` that may be chosen; ``1f1b`` stands for kFkB too. What a split
-            backward costs is in the plan (`with_split_costs`) or in ``durations``.
+            backward costs is in the plan's times of its parts or in ``durations``.
         slicing: as for `choose_slicing`, which has the last word on the best schedule.
         whole_stages: stages whose forwards must not run in halves (those with coupled blocks).
         most_in_flight: for each stage, the most micro-batches its memory holds; None is no limit.

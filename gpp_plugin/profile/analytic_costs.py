@@ -250,7 +250,14 @@ class _OperatorTimer:
         """Return the FLOPs of an operator's forward, and the bytes it moves."""
         has_batch = node.output is None or node.output.layout.kind is not LayoutKind.UNIFORM
         flops = node.flops * (num_samples / self.num_samples if has_batch else 1.0)
-        return flops, self._bytes(node, num_samples)
+        total = float(node.output.bytes_for(num_samples)) if node.output is not None else 0.0
+        for name in node.inputs:
+            spec = self._spec(name)
+            if spec is not None:
+                total += spec.bytes_for(num_samples)
+            elif name in self.parameters:
+                total += self.parameters[name].bytes
+        return flops, total
 
     def _backward_us(self, node: OpNode, num_samples: int) -> tuple[float, float]:
         """Return what an operator's backward takes for gradients of activations, and of parameters."""
@@ -268,16 +275,6 @@ class _OperatorTimer:
     def pending_bytes(self, block: Block) -> float:
         """Return the bytes of the gradients that wait for the block's weight gradients."""
         return pending_bytes((self.nodes[name] for name in block.nodes), self.parameters)
-
-    def _bytes(self, node: OpNode, num_samples: int) -> float:
-        total = float(node.output.bytes_for(num_samples)) if node.output is not None else 0.0
-        for name in node.inputs:
-            spec = self._spec(name)
-            if spec is not None:
-                total += spec.bytes_for(num_samples)
-            elif name in self.parameters:
-                total += self.parameters[name].bytes
-        return total
 
     def _spec(self, name: str) -> TensorSpec | None:
         return self.nodes[name].output if name in self.nodes else self.inputs.get(name)

@@ -26,7 +26,7 @@ from gpp_plugin.capture.tracing.sample_batches import resize_batch
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, ProfileError, first_line
 from gpp_plugin.ir.block_graph import Block, BlockGraph, Parameter, is_carried
-from gpp_plugin.profile.held_storages import HeldStorages
+from gpp_plugin.ir.profile import SharedStorage
 from gpp_plugin.profile.timing import (
     HeadStart,
     Lap,
@@ -264,16 +264,6 @@ class _Measured:
     place: int = -1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Surveyed:
-    """A block, and what it and the replicas that it is the first to read were measured at."""
-
-    block: str
-    saved: int
-    replicas: _Measured | None
-    own: _Measured
-
-
 class BlockSurvey:
     """One pass over all blocks at one number of samples.
 
@@ -344,7 +334,7 @@ class BlockSurvey:
     @hooks_at_rest()
     def run(self, report: Callable[[int, int, str], None]) -> dict[str, BlockResult]:
         """Return what was measured of every block."""
-        surveyed: list[_Surveyed] = []
+        surveyed: list[tuple[str, int, _Measured | None, _Measured]] = []
         # Example: encoder layers 0 to 23 have one signature. Layer 0 is run; layer 1, on operands that lie like layer
         # 0's, takes its times and copies of its outputs (right in shape, which is all that times depend on). Replicas
         # (a mask that layer 0 is the first to read) are run separately: else layer 0 would differ from all others.
@@ -356,7 +346,10 @@ class BlockSurvey:
                     replicas = self._run(code.replicas)
                     made = replicas.whole
                     saved = self._store(code.block, code.replicas, made, made.outputs)
-                key = (code.signature, self._placement(code.function))
+                # operators take longer on some placements in memory
+                received = [self._values[name] for name in code.function.received]
+                lie = tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
+                key = (code.signature, lie)
                 block = self._shared.get(key)
                 if block is None:
                     block = self._run(code.function)
@@ -377,11 +370,11 @@ class BlockSurvey:
             if self._share and self._recurs[code.signature] > 1 and block.whole.has_own_outputs:
                 self._shared[key] = block
             saved += self._store(code.block, code.function, block.whole, outputs)
-            surveyed.append(_Surveyed(block=code.block, saved=saved, replicas=replicas, own=block))
+            surveyed.append((code.block, saved, replicas, block))
             for name in [n for n in self._values if self._last_reader.get(n, -1) <= position]:
                 del self._values[name]
         times = self._times_in_chain()
-        return {one.block: _result(one, times) for one in surveyed}
+        return {name: _result(saved, replicas, own, times) for name, saved, replicas, own in surveyed}
 
     def _remedy(self, code: BlockCode, error: Exception) -> str:
         """Return what may be changed where a block cannot be run."""
@@ -419,11 +412,6 @@ class BlockSurvey:
             return -1
         self._chain.append(operands)
         return len(self._chain) - 1
-
-    def _placement(self, function: StageFunction) -> tuple[object, ...]:
-        """Return how the received tensors lie in memory; operators take longer on some placements."""
-        received = [self._values[name] for name in function.received]
-        return tuple((tensor.stride(), tensor.untyped_storage().nbytes()) for tensor in received)
 
     @property
     def signatures(self) -> dict[str, str]:
@@ -501,10 +489,14 @@ def _has_chain_memory(device: torch.device) -> bool:
     return torch.cuda.memory_allocated(device) <= CHAIN_SHARE * total
 
 
-def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResult:
+def _result(
+    saved: int, replicas: _Measured | None, own: _Measured, times: Sequence[tuple[Lap, Lap]]
+) -> BlockResult:
     """Return a block's costs: its times in the chain where that was busy, else alone.
 
     Args:
+        saved: bytes that it and its replicas are the first to save.
+        replicas: those that it is the first to read.
         times: forward and backward by place; empty where there was no chain.
     """
 
@@ -517,13 +509,137 @@ def _result(surveyed: _Surveyed, times: Sequence[tuple[Lap, Lap]]) -> BlockResul
         )
         return forward, backward
 
-    forward_us, backward_us = in_chain(surveyed.own)
-    if surveyed.replicas is not None:  # they take no gradient
-        forward_us += in_chain(surveyed.replicas)[0]
+    forward_us, backward_us = in_chain(own)
+    if replicas is not None:  # they take no gradient
+        forward_us += in_chain(replicas)[0]
     return BlockResult(
         forward_us=forward_us,
         backward_us=backward_us,
-        saved_bytes=surveyed.saved,
-        transient_bytes=surveyed.own.whole.transient_bytes,
-        split=surveyed.own.split,
+        saved_bytes=saved,
+        transient_bytes=own.whole.transient_bytes,
+        split=own.split,
     )
+
+
+# Which blocks save which storages for backward, each counted once; their bytes as a function of samples.
+
+_BATCH, _PARAMETER = "batch ", "parameter "
+
+
+class HeldStorages:
+    """Which blocks save which storages for backward; a storage is known by the first tensor that lies in it.
+
+    Args:
+        saved_by: the blocks that save each storage, by its root.
+        size_of: bytes of each result by itself, which is all of its storage that travels to another stage.
+        maker_of: the block that makes each result.
+    """
+
+    def __init__(self) -> None:
+        # ``_root``: result -> the first tensor in its storage. In h = linear(x); v = h.view(..); w = v[:, 0], the
+        # root of all of h, v and w is h; a block that saves w saves h's storage. Roots "batch ..." and "parameter
+        # ..." are storages of model inputs and parameters, which are there anyway.
+        self._root: dict[str, str] = {}
+        self._saved_as: dict[str, set[str | None]] = {}
+        self.saved_by: dict[str, list[str]] = {}
+        self.bytes_of: dict[str, int] = {}
+        self.size_of: dict[str, int] = {}
+        self.maker_of: dict[str, str] = {}
+
+    def add(self, block: str, function: StageFunction, measured: Measurement) -> int:
+        """Return the bytes ``block`` saves that no earlier one does."""
+        # First what was received: its storage may have been counted with an earlier block. Then what was made here:
+        # counted in ``saved_inside`` already, it is only noted, for later blocks that save it too.
+        total = measured.saved_inside
+        roots = [self._root.get(name, name) for name in function.received]
+        for name, root, num_bytes in zip(function.received, roots, measured.saved_received, strict=True):
+            if num_bytes and not root.startswith((_BATCH, _PARAMETER)):
+                saved_as = name if roots.count(root) == 1 else None
+                total += num_bytes if self._note(root, block, num_bytes, saved_as) else 0
+        for name, tensor, origin, is_saved in zip(
+            function.outputs, measured.outputs, measured.output_origin, measured.is_output_saved, strict=True
+        ):
+            source = name if origin is None else _names_of(function)[origin[0]][origin[1]]
+            root = self._root[name] = self._root.get(source, source)
+            self.size_of[name], self.maker_of[name] = tensor.nbytes, block
+            if is_saved:
+                self._note(root, block, tensor.untyped_storage().nbytes())
+        return total
+
+    def received_as(self, root: str) -> str | None:
+        """Return the one result, a part of the storage, through which all blocks save it; None if there is none."""
+        # A storage hidden [8, 50, 32] of which a head saves hidden[:, 0], 1/50 of it: on the stage that makes hidden
+        # the head saves all 50, on another stage it receives, and saves, the one row. That holds only if all blocks
+        # that save it have it through that one view, and none of them makes the view itself.
+        names = self._saved_as[root]
+        name = next(iter(names))
+        if len(names) > 1 or name is None or name not in self.maker_of:
+            return None
+        is_made_again = self.maker_of[name] in self.saved_by[root]  # a mask, say: every stage has its own
+        return None if is_made_again or self.size_of[name] == self.bytes_of[root] else name
+
+    def _note(self, root: str, block: str, num_bytes: int, saved_as: str | None = None) -> bool:
+        """Note that a block saves a storage, and return whether it is the first.
+
+        Args:
+            saved_as: the one result in it that the block receives; None where it has the storage otherwise.
+        """
+        is_first = root not in self.saved_by
+        blocks = self.saved_by.setdefault(root, [])
+        self._saved_as.setdefault(root, set()).add(saved_as)
+        self.bytes_of.setdefault(root, num_bytes)
+        if block not in blocks:
+            blocks.append(block)
+        return is_first
+
+
+def _names_of(function: StageFunction) -> dict[str, tuple[str, ...]]:
+    """Return the names of a function's operands and results by kind (`Origin`)."""
+    return {
+        "received": function.received,
+        "input": tuple(f"{_BATCH}{key}" for key in function.batch_inputs),
+        "parameter": tuple(f"{_PARAMETER}{key}" for key in function.tensors),
+        "output": function.outputs,
+    }
+
+
+def fit_bytes(counts: Sequence[int], num_bytes: Sequence[int], unit: int) -> tuple[float, float]:
+    """Return bytes a sample, and bytes whatever their number, that are exact at ``unit`` samples.
+
+    The slope is that between the smallest and the largest count; what grows faster than the samples (a block that
+    mixes them keeps their square) counts as proportional.
+
+    Args:
+        unit: samples of one loss: what stages compute at a time, unless configured otherwise.
+    """
+    # counts (1, 8, 64), bytes (100, 800, 6400): slope 100, nothing fixed. (110, 810, 6410) at unit 8: slope 100,
+    # fixed 10. (1, 64, 4096) of a matrix of all pairs at unit 8: the slope, 65, would give 520 at 8 samples where 64
+    # are saved and a negative rest; so 64 / 8 = 8 a sample, exact where stages compute, and low beyond.
+    known = dict(zip(counts, num_bytes, strict=True))
+    unit = unit if unit in known else counts[-1]
+    slope = (num_bytes[-1] - num_bytes[0]) / max(counts[-1] - counts[0], 1)
+    if len(counts) == 1 or slope < 0 or slope * unit > known[unit]:
+        return known[unit] / unit, 0.0
+    return slope, known[unit] - slope * unit
+
+
+def shared_storages(
+    counts: Sequence[int], held: Sequence[HeldStorages], unit: int
+) -> tuple[SharedStorage, ...]:
+    """Return the storages that several blocks save, and those of which another stage would get a part only.
+
+    A view that is sent (`hidden[:, 0]`) arrives in a separate storage: a stage that saves it and does not have
+    the block that made it holds less than the whole by what is returned for it, as negative bytes.
+    """
+    shared = []
+    for root, savers in held[-1].saved_by.items():
+        if len(savers) > 1:
+            per_sample, fixed = fit_bytes(counts, [at_n.bytes_of.get(root, 0) for at_n in held], unit)
+            shared.append(SharedStorage(blocks=tuple(savers), bytes_per_sample=per_sample, bytes_fixed=fixed))
+        view = held[-1].received_as(root)
+        if view is not None:
+            less = [at_n.bytes_of.get(root, 0) - at_n.size_of.get(view, 0) for at_n in held]
+            per_sample, fixed = fit_bytes(counts, less, unit)
+            blocks = (held[-1].maker_of[view], *savers)
+            shared.append(SharedStorage(blocks=blocks, bytes_per_sample=-per_sample, bytes_fixed=-fixed))
+    return tuple(shared)

@@ -342,7 +342,11 @@ class _Probe:
                 self._move(there, is_sender=self._is_first)
             self._move(self._small, is_sender=not self._is_first)
         while self._queued:
-            self._await(self._queued.pop(0), start)
+            work = self._queued.pop(0)
+            # NCCL's own wait with a limit sleeps a millisecond at a time: a hundred times what is measured
+            while not work.is_completed():
+                if time.perf_counter() - start > self._timeout.total_seconds():
+                    raise RuntimeError("nothing came")
         return time.perf_counter() - start
 
     def _move(self, tensor: torch.Tensor, *, is_sender: bool) -> None:
@@ -353,12 +357,6 @@ class _Probe:
             work.wait(self._timeout)
         else:
             self._queued.append(work)
-
-    def _await(self, work: dist.Work, start: float) -> None:
-        # NCCL's own wait with a limit sleeps a millisecond at a time: a hundred times what is measured
-        while not work.is_completed():
-            if time.perf_counter() - start > self._timeout.total_seconds():
-                raise RuntimeError("nothing came")
 
 
 def rounds_of_pairs(num_ranks: int) -> tuple[tuple[tuple[int, int], ...], ...]:

@@ -192,14 +192,11 @@ class DeviceMemory:
         return self.free_bytes // self.sharers
 
     @property
-    def reserved_bytes(self) -> int:
-        """Return what of the rank's part is left for what is made later than the plan."""
-        return COMMUNICATORS * self.communicator_bytes + int(FRAGMENTATION * self.share_bytes)
-
-    @property
     def usable_bytes(self) -> int:
         """Return what a plan may use: ``memory.limit_gb: "auto"``."""
-        return max(self.share_bytes - self.reserved_bytes, 0)
+        # the rest of the rank's part is left for what is made later than the plan
+        reserved = COMMUNICATORS * self.communicator_bytes + int(FRAGMENTATION * self.share_bytes)
+        return max(self.share_bytes - reserved, 0)
 
     @property
     def explanation(self) -> str:

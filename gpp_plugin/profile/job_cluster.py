@@ -95,7 +95,12 @@ def find_cluster(
     opened = MeasuredCommunicator.make(placement.own_device, timeout_s) if use_nccl else None
     taken = exchange(lambda: 0 if opened is None else opened.num_bytes, what="opening NCCL", group=group)
     messages = group if opened is None else opened.group
-    store = _store_of(directory)
+    lost = (
+        "the links could not be stored in %s (%s); they will be measured again next time, or set "
+        "graph_pipeline.profile_dir to a directory that can be written"
+    )
+    where = directory or default_directory()
+    store = MeasurementStore(where, what="stored links", lost=lost, prefix="cluster-")
     links, speeds, key = _find_links(
         placement, group, messages, store, measures_anew=measures_anew, timeout_s=timeout_s
     )
@@ -199,16 +204,6 @@ def cluster_key(
         "levels": [[level.name, level.span] for level in levels],
         "backend": placement.backend,
     }
-
-
-def _store_of(directory: str | Path | None) -> MeasurementStore:
-    lost = (
-        "the links could not be stored in %s (%s); they will be measured again next time, or set "
-        "graph_pipeline.profile_dir to a directory that can be written"
-    )
-    return MeasurementStore(
-        directory or default_directory(), what="stored links", lost=lost, prefix="cluster-"
-    )
 
 
 def measure_models(

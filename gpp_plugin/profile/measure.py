@@ -38,9 +38,8 @@ from gpp_plugin.profile.analytic_costs import (
     tied_costs,
     validate_sample_counts,
 )
-from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey
+from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey, HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.cost_store import CostStore
-from gpp_plugin.profile.held_storages import HeldStorages, fit_bytes, shared_storages
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.random_streams import restored_streams
@@ -174,54 +173,38 @@ def _make_profile(
     unit = captured.op_graph.num_samples
     nodes = {node.name: node for node in captured.op_graph.nodes}
     parameters = {name: p for p in captured.op_graph.parameters for name in (p.name, *p.aliases)}
-    costs = tuple(
-        _block_cost(
-            block,
-            counts,
-            [at_n[block.name] for at_n in results],
-            round(_trainable_parameters(block, captured.op_graph) * optimizer_bytes_per_parameter),
-            pending_bytes([nodes[name] for name in block.nodes], parameters) / unit,
-            unit=unit,
+    costs = []
+    for block in block_graph.blocks:
+        found = [at_n[block.name] for at_n in results]
+        # Bytes saved are a line in the samples, fitted; times stay as they were measured, and are interpolated where
+        # read (`BlockCost.forward_us_for`): near one sample a launch dominates, and no line goes through both ends.
+        per_sample, fixed = fit_bytes(counts, [result.saved_bytes for result in found], unit)
+        trained = _trainable_parameters(block, captured.op_graph)
+        pending = pending_bytes([nodes[name] for name in block.nodes], parameters)
+        costs.append(
+            BlockCost(
+                block=block.name,
+                samples=counts,
+                forward_us=tuple(result.forward_us for result in found),
+                backward_us=tuple(result.backward_us for result in found),
+                saved_bytes_per_sample=per_sample,
+                saved_bytes_fixed=fixed,
+                parameter_bytes=block.parameter_bytes,
+                gradient_bytes=block.trainable_bytes,
+                optimizer_bytes=round(trained * optimizer_bytes_per_parameter),
+                transient_bytes_per_sample=found[-1].transient_bytes / counts[-1],
+                split_factor=found[-1].split.factor,
+                input_share=found[-1].split.input_share,
+                pending_bytes_per_sample=pending / unit,
+            )
         )
-        for block in block_graph.blocks
-    )
     return Profile(
         graph=fingerprint(block_graph),
         device=device,
         source="measured",
-        costs=costs,
+        costs=tuple(costs),
         shared=shared_storages(counts, held, unit),
         tied=tied_costs(block_graph, captured.op_graph, optimizer_bytes_per_parameter),
-    )
-
-
-def _block_cost(
-    block: Block,
-    counts: tuple[int, ...],
-    results: list[BlockResult],
-    optimizer_bytes: int,
-    pending: float,
-    *,
-    unit: int,
-) -> BlockCost:
-    """Return the costs of a block from those at each number of samples."""
-    # Bytes saved are a line in the samples, fitted; times stay as they were measured, and are interpolated where read
-    # (`BlockCost.forward_us_for`): near one sample a launch dominates, and no line goes through both ends.
-    per_sample, fixed = fit_bytes(counts, [result.saved_bytes for result in results], unit)
-    return BlockCost(
-        block=block.name,
-        samples=counts,
-        forward_us=tuple(result.forward_us for result in results),
-        backward_us=tuple(result.backward_us for result in results),
-        saved_bytes_per_sample=per_sample,
-        saved_bytes_fixed=fixed,
-        parameter_bytes=block.parameter_bytes,
-        gradient_bytes=block.trainable_bytes,
-        optimizer_bytes=optimizer_bytes,
-        transient_bytes_per_sample=results[-1].transient_bytes / counts[-1],
-        split_factor=results[-1].split.factor,
-        input_share=results[-1].split.input_share,
-        pending_bytes_per_sample=pending,
     )
 
 

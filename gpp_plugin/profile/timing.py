@@ -377,7 +377,14 @@ def with_seeds(outputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
 def _peak(operands: Operands, device: torch.device) -> int:
     """Return the peak of forward and backward above what is held in between, gradients being there already."""
     if device.type == "cuda":
-        return _peak_on_cuda(operands, device)
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        outputs, leaves = operands.forward()
+        held, peak_forward = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        _backward(outputs)
+        del leaves
+        return max(0, max(peak_forward, torch.cuda.max_memory_allocated(device)) - held)
     #     live bytes   |  forward ▁▃▇▅ | held: outputs and what is saved | backward ▅▇▃▁ |
     # What is wanted is the higher of the two peaks above the middle: memory that a stage needs beside what it holds.
     counter = LiveBytes()
@@ -396,17 +403,6 @@ def _backward(outputs: Sequence[Tensor]) -> None:
     roots, seeds = with_seeds(outputs)
     if roots:
         torch.autograd.backward(roots, seeds)
-
-
-def _peak_on_cuda(operands: Operands, device: torch.device) -> int:
-    torch.cuda.synchronize(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    outputs, leaves = operands.forward()
-    held, peak_forward = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    _backward(outputs)
-    del leaves
-    return max(0, max(peak_forward, torch.cuda.max_memory_allocated(device)) - held)
 
 
 class Stopwatch:

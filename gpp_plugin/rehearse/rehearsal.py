@@ -10,39 +10,39 @@ import statistics
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
 
 from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import ConfigError, GppError, PlanError
+from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
+from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.plan_form import check_form, read_plan
-from gpp_plugin.rehearse.measured_times import MeasuredTimes, measure_times, predict_from
-from gpp_plugin.report.timeline_chart import format_timeline
-from gpp_plugin.report.units import fill_text, format_ms, format_table
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.build_graph import lengthened
-from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch, validate_programs
+from gpp_plugin.schedule.build_graph import build_task_graph, lengthened
+from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_programs
 from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.program_sets import ProgramSet, lower_async, lower_prefetch
+from gpp_plugin.schedule.program_sets import ProgramSet, lower_async
+from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.predict import (
+    drained_graph,
     measured_steady_us,
     num_windows,
     predict_drained_us,
     predict_iteration_us,
     simulate_windows,
 )
-from gpp_plugin.simulate.timeline_metrics import peak_in_flight
 
 # How a plan is rehearsed, and what a plan must hold for it; everything is checked before a process starts.
 
@@ -102,7 +102,7 @@ def check_rehearsable(plan: PipelinePlan) -> None:
         PlanError: it says what is missing and how to get it.
     """
     # What any plan is, then times, and the shape of all that is sent. Memory and programs are checked elsewhere
-    # (`check_memory`, `run._check_programs`).
+    # (`check_memory`, `rehearse_plan`).
     check_form(plan)
     if not any(stage.forward_us for stage in plan.stages):
         raise PlanError("its stages have no forward_us; make the plan with gpp plan --out")
@@ -155,17 +155,10 @@ def _scale_tensor(spec: TensorSpec, factor: float, shard_axes: set[int]) -> Tens
         axis = max(free, key=spec.shape.__getitem__)
         scaled = max(1, round(spec.shape[axis] * factor))
         return dataclasses.replace(spec, shape=(*spec.shape[:axis], scaled, *spec.shape[axis + 1 :]))
-    rows = spec.num_samples if is_batch else 1
-    return TensorSpec(
-        name=spec.name,
-        dtype=spec.dtype,
-        shape=(rows, max(1, round(elements / rows * factor)))
-        if is_batch
-        else (max(1, round(elements * factor)),),
-        num_samples=spec.num_samples,
-        layout=batch_layout(0) if is_batch else spec.layout,
-        requires_grad=spec.requires_grad,
-    )
+    rows = (spec.num_samples,) if is_batch else ()
+    scaled = max(1, round(elements / math.prod(rows) * factor))
+    layout = batch_layout(0) if is_batch else spec.layout
+    return dataclasses.replace(spec, shape=(*rows, scaled), layout=layout)
 
 
 def message_memory_bytes(plan: PipelinePlan, settings: RehearsalSettings) -> float:
@@ -241,18 +234,6 @@ def make_async_programs(plan: PipelinePlan, *, validate: bool = True) -> Program
     return programs
 
 
-def make_prefetch_programs(plan: PipelinePlan, *, validate: bool = True) -> ProgramSet:
-    """Return the programs of a plan whose frozen branch is prefetched, as the engine lowers them.
-
-    Raises:
-        ScheduleError: they are unsafe.
-    """
-    programs = lower_prefetch(plan)
-    if validate:
-        validate_prefetch(plan, programs)
-    return programs
-
-
 def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
     """Return the plan with every task ``factor`` times as long."""
     if factor == 1.0:
@@ -269,6 +250,285 @@ def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
         for edge in plan.edges
     )
     return dataclasses.replace(plan, stages=stages, edges=edges, iteration_us=plan.iteration_us * factor)
+
+
+# Compares a timeline with the simulator: task times and message delays as measured, simulated again.
+
+# Bounds of what can be read off spans. Slope and latency of a line through messages of 1.0 and
+# 1.1 MB would be noise.
+DISTINCT_SIZES = 2.0
+"""A bandwidth is read off messages only where the largest is this many times the smallest."""
+
+# 5 ms, far above what a message takes within one machine: what a rank still lost after that is its own.
+ARRIVED_US = 5000.0
+"""A message produced that long ago has arrived."""
+
+TaskKey = tuple[int, int, TaskKind, int | None]
+"""Rank, stage, kind, half."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredTimes:
+    """What tasks and messages took, in microseconds.
+
+    Tasks are medians; messages and host are means, as a path through many of them takes their sum.
+
+    Args:
+        task_us: (rank, stage, kind, half) -> a task's time.
+        host_us: by rank, from the end of a task to the start of the next one where nothing is waited for.
+        message_us: from the end of a task (and that host time) to the start of the task that waits for it.
+        bytes_per_s: what larger messages take beyond that; infinite where sizes do not differ.
+        reduce_us: by stage, the reductions after its last task.
+        step_us: the agreement before the optimizer step.
+    """
+
+    task_us: dict[TaskKey, float]
+    host_us: dict[int, float]
+    message_us: float
+    bytes_per_s: float
+    reduce_us: dict[int, float]
+    step_us: float
+
+    def cluster(self, num_ranks: int) -> Cluster:
+        """Return links with the measured delays."""
+        device = Device(name="rehearsal", memory_bytes=0, flops_per_s=1.0, memory_bytes_per_s=1.0)
+        link = Link(name="messages", span=num_ranks, bytes_per_s=self.bytes_per_s, latency_us=self.message_us)
+        return Cluster(name="rehearsal", devices=(device,) * num_ranks, links=(link,))
+
+
+def measure_times(plan: PipelinePlan, timelines: Sequence[Timeline]) -> MeasuredTimes:
+    """Read the times of tasks, messages, reductions and steps off rehearsed or measured timelines.
+
+    Args:
+        timelines: of the same plan, at least one.
+    """
+    # Between the end of a task and the start of the next one a rank loses time of two kinds; which one a
+    # gap shows is known from the order of two events, the end of the task before and the end of the one
+    # that sent the message:
+    #
+    #   rank 0   |0F0 |0F1 |  .    .                 rank 0   |0F0 |
+    #   rank 1   |busy          |gap|1F0 |           rank 1   .    .  |1F0 |
+    #                            ^ host_us                         ^^ host_us + message_us + bytes / bandwidth
+    #   the message was there long ago               the rank was free before: it has waited for the message
+    #
+    # Gaps that are neither (the message came at about the time the rank was free) are not counted.
+    graph = _task_graph(plan)
+    tasks: dict[TaskKey, list[float]] = defaultdict(list)
+    gaps: dict[int, list[float]] = defaultdict(list)
+    waits: list[_Wait] = []
+    for timeline in timelines:
+        spans = _task_spans(graph, timeline)
+        for (rank, task), (start, end) in spans.items():
+            tasks[rank, task.stage, task.kind, task.half].append(end - start)
+        for wait in _waits(graph, spans):
+            if wait.produced_us > wait.before_us:  # the rank was free before the message was made
+                waits.append(wait)
+            elif wait.produced_us < wait.before_us - ARRIVED_US:
+                gaps[wait.rank].append(wait.start_us - wait.before_us)
+    # A rank that always waits shows no gap of its own; it is taken to be like the others. Gaps are under the
+    # first of its tensor ranks (the lead), which run every task together.
+    usual = statistics.fmean(chain.from_iterable(gaps.values())) if gaps else 0.0
+    host_us = {
+        rank: statistics.fmean(gaps[lead]) if lead in gaps else usual
+        for lead, row in graph.members.items()
+        for rank in row
+    }
+    message_us, bytes_per_s = fit_link(
+        [(w.num_bytes, max(0.0, w.start_us - w.produced_us - host_us[w.producer])) for w in waits]
+    )
+    return MeasuredTimes(
+        task_us={key: statistics.median(values) for key, values in tasks.items()},
+        host_us=host_us,
+        message_us=message_us,
+        bytes_per_s=bytes_per_s,
+        reduce_us=_reduce_us(plan, timelines),
+        step_us=_last_us([e for t in timelines for e in t.events if e.kind is EventKind.STEP]),
+    )
+
+
+def predict_from(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
+    """Return the simulated iteration of ``plan`` in microseconds, from measured times.
+
+    Every mini-batch is simulated with the times of its own tasks, messages, reductions and step; the median of
+    those simulations is for comparison with the median measured one.
+    """
+    return statistics.median(_predict_one(plan, timeline) for timeline in timelines)
+
+
+def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
+    times = measure_times(plan, [timeline])
+    # The simulator has no host: its time is added to the task before it. Two tasks of 100 us with 20 us
+    # between them are simulated as 120 us each.
+    durations: dict[tuple[object, ...], float] = {}
+    for (rank, task), (start, end) in _task_spans(_task_graph(plan), timeline).items():
+        half = () if task.half is None else (task.half,)
+        durations[(task.stage, task.kind, task.micro_batch, rank, *half)] = end - start + times.host_us[rank]
+    cluster = times.cluster(plan.num_ranks)
+    if plan.mode == "async":  # its updates are between tasks, in the time of the host
+        return predict_drained_us(plan, cluster=cluster, durations=durations)
+    return predict_iteration_us(
+        plan,
+        cluster=cluster,
+        durations=durations,
+        forward_only_stages=forward_only_stages(plan),
+        reduce_us=times.reduce_us,
+        # ranks of several stages agree once for all of them, and all ranks end together
+        step_us=dict.fromkeys(range(1 if plan.shares_ranks else len(plan.stages)), times.step_us),
+    )
+
+
+def _task_graph(plan: PipelinePlan) -> TaskGraph:
+    if plan.mode == "async":
+        return drained_graph(plan)
+    return build_task_graph(plan, build_schedules(plan, forward_only_stages=forward_only_stages(plan)))
+
+
+def fit_link(delays: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return latency in microseconds and bytes per second of (bytes, delay) pairs, by least squares.
+
+    Only a latency, the mean delay, where sizes hardly differ or larger messages were not slower.
+    """
+    if not delays:
+        return 0.0, float("inf")
+    sizes = [size for size, _ in delays]
+    mean_size = statistics.fmean(sizes)
+    mean_delay = statistics.fmean(delay for _, delay in delays)
+    if max(sizes) < DISTINCT_SIZES * min(sizes) or max(sizes) == min(sizes):
+        return mean_delay, float("inf")
+    # Ordinary least squares, delay = latency + slope * bytes, in us and us a byte. (1000 B, 12 us) and (3000
+    # B, 16 us) give slope 0.002, that is 5e8 bytes a second, and a latency of 10 us.
+    spread = sum((size - mean_size) ** 2 for size in sizes)
+    slope = sum((size - mean_size) * (delay - mean_delay) for size, delay in delays) / spread
+    latency = mean_delay - slope * mean_size
+    if slope <= 0.0 or latency < 0.0:
+        return mean_delay, float("inf")
+    return latency, 1e6 / slope
+
+
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    """What a task had to wait for: the task before it on its rank, and the last of its producers.
+
+    Args:
+        before_us, produced_us: when those ended; -inf where there is none.
+        producer, num_bytes: that producer's rank and the size of its message.
+    """
+
+    rank: int
+    start_us: float
+    before_us: float
+    produced_us: float
+    producer: int
+    num_bytes: float
+
+
+def _task_spans(graph: TaskGraph, timeline: Timeline) -> dict[tuple[int, Task], tuple[float, float]]:
+    """Return when each rank ran each task; tensor ranks begin when the last of them comes to it.
+
+    A gather of parameters before a task counts as a part of it.
+    """
+    # A tensor rank that comes early waits inside its task: its own start is too early by that.
+    gathers = _gathers_before(timeline)
+    spans = {
+        (e.rank, e.task): (e.start_us - gathers.get((e.rank, e.task), 0.0), e.end_us)
+        for e in timeline.events
+        if e.task is not None
+    }
+    rows = {rank: row for row in graph.members.values() if len(row) > 1 for rank in row}
+    return {
+        (rank, task): (max(spans[peer, task][0] for peer in rows.get(rank, (rank,))), end)
+        for (rank, task), (_, end) in spans.items()
+    }
+
+
+def _gathers_before(timeline: Timeline) -> dict[tuple[int, Task], float]:
+    """Return, by rank and task, what the gather before it took: on the rank of its stage that came to it last."""
+    found: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in sorted(timeline.events, key=lambda event: event.start_us):
+        if event.kind is EventKind.GATHER:
+            found[event.stage, event.rank].append(event)
+    shortest: dict[tuple[int, int], float] = {}
+    for (stage, _), of_rank in found.items():
+        for number, event in enumerate(of_rank):
+            took = event.end_us - event.start_us
+            shortest[stage, number] = min(took, shortest.get((stage, number), took))
+    before: dict[tuple[int, Task], float] = {}
+    for (stage, rank), of_rank in found.items():
+        own = [e for e in timeline.events if (e.stage, e.rank) == (stage, rank) and e.task is not None]
+        for number, event in enumerate(of_rank):
+            behind = [e for e in own if e.start_us >= event.end_us]
+            following = min(behind, key=lambda e: e.start_us).task if behind else None
+            if following is not None:
+                before[rank, following] = shortest[stage, number]
+    return before
+
+
+def _waits(graph: TaskGraph, spans: Mapping[tuple[int, Task], tuple[float, float]]) -> Iterator[_Wait]:
+    """Yield for every task what it had to wait for."""
+    times = [spans[rank, graph.task(node)] for node, rank in enumerate(graph.rank)]
+    before = [-math.inf] * len(times)
+    for node, following in enumerate(graph.next_on_rank):
+        if following >= 0:
+            before[following] = times[node][1]
+    produced = [(-math.inf, -1, 0.0)] * len(times)
+    for source, target, num_bytes in zip(graph.source, graph.target, graph.num_bytes, strict=True):
+        # The last producer counts, by the end of its task; tuples compare it first.
+        produced[target] = max(produced[target], (times[source][1], graph.rank[source], num_bytes))
+    for node, (start, _) in enumerate(times):
+        end, producer, num_bytes = produced[node]
+        rank, before_us = graph.rank[node], before[node]
+        yield _Wait(rank, start, before_us, produced_us=end, producer=producer, num_bytes=num_bytes)
+
+
+def _reduce_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> dict[int, float]:
+    result = {}
+    for index, stage in enumerate(plan.stages):
+        events = [e for t in timelines for e in t.events if e.kind is EventKind.REDUCE and e.stage == index]
+        if stage.degree > 1 and events:
+            result[index] = _last_us(events)
+    return result
+
+
+def _last_us(events: Sequence[Event]) -> float:
+    """Return the time of a collective: that of the rank that came last and did not wait."""
+    if not events:
+        return 0.0
+    by_rank: dict[int, list[float]] = defaultdict(list)
+    for event in events:
+        by_rank[event.rank].append(event.end_us - event.start_us)
+    # One row a rank, one column a collective; the shortest time in a column is the last comer's. Waiting of
+    # (30, 5, 12) us in a round means that the collective itself took 5.
+    rounds = zip(*by_rank.values(), strict=True)
+    return statistics.median(min(each) for each in rounds)
+
+
+def idle_over_planned(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
+    """Return the idle time of all ranks over the compute that was planned, the median over mini-batches.
+
+    Idle is what a rank was not in a task between the first task's start and the last one's end, so that a
+    delay that lasts longer than planned counts as compute, not as idle.
+    """
+    # Rank-microseconds. Two ranks, 100 us from first start to last end, busy for 90 and 60: idle
+    # is 50. Over 140 planned (the delays overran by 10 in all) that is 0.36: what the pipeline
+    # costs a useful microsecond.
+    idle = []
+    for timeline in timelines:
+        busy = timeline.busy_us()
+        tasks = task_events([timeline])
+        span = max(e.end_us for e in tasks) - min(e.start_us for e in tasks)
+        idle.append(len(busy) * span - sum(busy.values()))
+    return statistics.median(idle) / sum(planned_task_us(plan, e) for e in task_events(timelines[:1]))
+
+
+def task_events(timelines: Iterable[Timeline]) -> list[Event]:
+    """Return the tasks that ran in some timelines."""
+    return [event for timeline in timelines for event in timeline.events if event.task is not None]
+
+
+def planned_task_us(plan: PipelinePlan, event: Event) -> float:
+    """Return the time that a plan gives a task."""
+    assert event.task is not None, "only tasks have planned times"
+    return stage_task_us(plan.stages[event.stage], event.task.kind, event.half)
 
 
 # Limits of time in s: 16 ranks may take 180 + 160 s to start, and a mini-batch ten times what was planned.
@@ -348,8 +608,17 @@ def rehearse_plan(
     check_rehearsable(plan)
     check_memory(plan, settings, free_memory_bytes())
     scaled = scale_times(plan, settings.scale_time)
-    rehearsed, planned_us = _check_programs(scaled)
-    settings = dataclasses.replace(settings, comm_timeout_s=comm_timeout_s(settings, planned_us))
+    rehearsed = scaled
+    if scaled.mode == "async":
+        make_async_programs(scaled)
+        rehearsed = lengthened(scaled, num_windows(windows_of(scaled)))
+        planned_us = predict_drained_us(rehearsed)
+    else:
+        programs_of_plan(scaled)
+        planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
+    if settings.comm_timeout_s is None:  # several planned mini-batches
+        timeout_s = max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
+        settings = dataclasses.replace(settings, comm_timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
         folder = Path(name)
         save(scaled, folder / "plan.json")
@@ -367,20 +636,6 @@ def rehearse_plan(
         planned_us=planned_us,
         predicted_us=predict_from(rehearsed, timelines),
     )
-
-
-def _check_programs(plan: PipelinePlan) -> tuple[PipelinePlan, float]:
-    """Return what a rehearsal runs at a time, as one plan, and how long that should take.
-
-    Raises:
-        ScheduleError: the plan's programs are unsafe.
-    """
-    if plan.mode == "async":
-        make_async_programs(plan)
-        rehearsed = lengthened(plan, num_windows(windows_of(plan)))
-        return rehearsed, predict_drained_us(rehearsed)
-    programs_of_plan(plan)
-    return plan, predict_iteration_us(plan, forward_only_stages=forward_only_stages(plan))
 
 
 def _run(
@@ -407,13 +662,6 @@ def _run(
             tell(f"mini-batch {number} of {settings.steps}: {event['iteration_us'] / 1e3:.1f} ms")
 
 
-def comm_timeout_s(settings: RehearsalSettings, planned_us: float) -> float:
-    """Return how long a rank waits for a message: as set, or several planned mini-batches."""
-    if settings.comm_timeout_s is not None:
-        return settings.comm_timeout_s
-    return max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
-
-
 def free_memory_bytes() -> float:
     """Return the bytes this machine can still give out, counting what it would drop from its file cache."""
     try:
@@ -425,196 +673,3 @@ def free_memory_bytes() -> float:
     except OSError:
         pass
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-# What a rehearsal comes to, as text and as rows: times, idle shares, micro-batches held, the simulator's figures.
-
-
-LARGEST_HOST_SHARE = 0.03
-"""Of a task's time: with more between two tasks, a rehearsal shows the machine and not the schedule."""
-
-
-def stage_rows(rehearsal: Rehearsal) -> list[dict[str, Any]]:
-    """Return one JSON object per stage: planned and measured task times, idle share, micro-batches held."""
-    plan = rehearsal.plan
-    timeline = rehearsal.median_timeline
-    busy = timeline.busy_us()
-    rows = []
-    for index, stage in enumerate(plan.stages):
-        busy_us = statistics.fmean(busy.get(rank, 0.0) for rank in stage.ranks)
-        rows.append(
-            {
-                "stage": stage.name,
-                "ranks": list(stage.ranks),
-                "micro_batches": plan.num_micro_batches(index),
-                "forward_ms": stage.forward_us / 1e3,
-                "measured_forward_ms": _median_ms(rehearsal, index, EventKind.FORWARD),
-                "backward_ms": stage.backward_us / 1e3,
-                "measured_backward_ms": _median_ms(rehearsal, index, EventKind.BACKWARD),
-                "idle": 1.0 - busy_us / timeline.iteration_us,
-                "in_flight": stage.in_flight,
-                "measured_in_flight": max(most_held(timeline, index) for timeline in rehearsal.timelines),
-            }
-        )
-    return rows
-
-
-def most_held(timeline: Timeline, stage: int) -> int:
-    """Return the most micro-batches that any rank of a stage held of it, whatever else the rank holds."""
-    own = tuple(event for event in timeline.events if event.stage == stage)
-    return max(peak_in_flight(dataclasses.replace(timeline, events=own)).values(), default=0)
-
-
-def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
-    """Return the figures of the whole pipeline as JSON types; times in ms where not said otherwise."""
-    times = [timeline.iteration_us / 1e3 for timeline in rehearsal.timelines]
-    plan, measured = rehearsal.plan, rehearsal.times
-    steady = {}
-    if rehearsal.plan.mode == "async":
-        found_us, planned_us = rehearsal.steady_us
-        steady = {"steady_ms": found_us / 1e3, "planned_steady_ms": planned_us / 1e3}
-    return {
-        **steady,
-        "plan": rehearsal.median_timeline.plan,
-        "num_ranks": rehearsal.plan.num_ranks,
-        "steps": rehearsal.settings.steps,
-        "scale_time": rehearsal.settings.scale_time,
-        "scale_bytes": rehearsal.settings.scale_bytes,
-        "iteration_ms": rehearsal.iteration_us / 1e3,
-        "fastest_ms": min(times),
-        "slowest_ms": max(times),
-        "planned_ms": rehearsal.planned_us / 1e3,
-        "simulated_ms": rehearsal.predicted_us / 1e3,
-        "difference": rehearsal.difference,
-        "bubble_ratio": statistics.median(t.bubble_ratio() for t in rehearsal.timelines),
-        "idle_over_planned": idle_over_planned(rehearsal.plan, rehearsal.timelines),
-        "overshoot_us": overshoot_us(rehearsal.plan, rehearsal.timelines),
-        "host_us": statistics.median(measured.host_us.values()),
-        "message_us": measured.message_us,
-        "reduce_ms": {plan.stages[index].name: us / 1e3 for index, us in measured.reduce_us.items()},
-    }
-
-
-def idle_over_planned(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
-    """Return the idle time of all ranks over the compute that was planned, the median over mini-batches.
-
-    Idle is what a rank was not in a task between the first task's start and the last one's end, so that a
-    delay that lasts longer than planned counts as compute, not as idle.
-    """
-    # Rank-microseconds. Two ranks, 100 us from first start to last end, busy for 90 and 60: idle
-    # is 50. Over 140 planned (the delays overran by 10 in all) that is 0.36: what the pipeline
-    # costs a useful microsecond.
-    idle = []
-    for timeline in timelines:
-        busy = timeline.busy_us()
-        tasks = _task_events([timeline])
-        span = max(e.end_us for e in tasks) - min(e.start_us for e in tasks)
-        idle.append(len(busy) * span - sum(busy.values()))
-    return statistics.median(idle) / sum(_planned_us(plan, e) for e in _task_events(timelines[:1]))
-
-
-def overshoot_us(plan: PipelinePlan, timelines: Sequence[Timeline]) -> float:
-    """Return the median over tasks of how much longer a delay lasted than planned."""
-    return statistics.median(
-        event.end_us - event.start_us - _planned_us(plan, event) for event in _task_events(timelines)
-    )
-
-
-def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | None = None) -> str:
-    """Return the rehearsal as text: the median mini-batch's picture, a table of stages, the comparison.
-
-    Args:
-        width: columns of the picture's time axis.
-        screen: columns of everything, instead.
-    """
-    # Three times of one mini-batch, from ideal to real, each explaining what the one before lacks:
-    #
-    #   planned     the plan's own task times, messages take none     what the planner predicted
-    #   simulated   task times and message delays as measured         what the schedule makes of this machine
-    #   measured    the processes                                     also what is in neither
-    figures = rehearsal_figures(rehearsal)
-    header = ["stage", "ranks", "fwd ms", "measured", "bwd ms", "measured", "idle", "in flight", "measured"]
-    rows = [
-        [
-            row["stage"],
-            str(len(row["ranks"])),
-            format_ms(row["forward_ms"] * 1e3),
-            _format_optional(row["measured_forward_ms"]),
-            format_ms(row["backward_ms"] * 1e3),
-            _format_optional(row["measured_backward_ms"]),
-            f"{100 * row['idle']:.0f} %",
-            str(row["in_flight"]),
-            str(row["measured_in_flight"]),
-        ]
-        for row in stage_rows(rehearsal)
-    ]
-    picture = format_timeline(rehearsal.median_timeline, rehearsal.plan, width=width, screen=screen)
-    lines = [
-        f"measured {figures['iteration_ms']:.1f} ms {_span(rehearsal)}, median of {figures['steps']} "
-        f"({figures['fastest_ms']:.1f} to {figures['slowest_ms']:.1f})",
-        f"planned {figures['planned_ms']:.1f} ms, simulated with the plan's times and messages that take none",
-        f"simulated {figures['simulated_ms']:.1f} ms with measured times: "
-        f"{100 * figures['difference']:+.1f} % of the measured",
-        f"bubble {100 * figures['bubble_ratio']:.1f} %; a task lasts {figures['overshoot_us']:.0f} us longer than "
-        f"planned, {figures['host_us']:.0f} us pass between two tasks, a message takes "
-        f"{figures['message_us']:.0f} us",
-    ]
-    if "steady_ms" in figures:
-        lines.append(
-            f"while the pipeline is full a mini-batch takes {figures['steady_ms']:.1f} ms, planned "
-            f"{figures['planned_steady_ms']:.1f}"
-        )
-    if figures["reduce_ms"]:
-        reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
-        lines.append(f"gradients are reduced in: {reduced}")
-    filled = [fill_text(line, indent="  ") for line in (*lines, *_advice(rehearsal, figures))]
-    return "\n".join([picture, "", format_table(header, rows), "", *filled])
-
-
-def _span(rehearsal: Rehearsal) -> str:
-    if rehearsal.num_windows == 1:
-        return "a mini-batch"
-    return f"for {rehearsal.num_windows} mini-batches, from an empty pipeline to an empty one"
-
-
-def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
-    """Return what to change where this machine, rather than the schedule, makes the time."""
-    task_us = statistics.median(rehearsal.times.task_us.values())
-    slowest_reduction_us = max(rehearsal.times.reduce_us.values(), default=0.0)
-    # Two ways in which this machine, not the schedule, decides the time; messages first, since scaling time
-    # would only hide them. Tasks of 1 ms with 60 us lost behind each are double LARGEST_HOST_SHARE:
-    # --scale-time 2 brings it to 3 %.
-    if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.planned_us:
-        return [
-            "messages or reductions take longer than tasks: here they pass through this machine's memory, not over "
-            "your links; a smaller --scale-bytes shows the schedule without them"
-        ]
-    lost_us = figures["host_us"] + figures["overshoot_us"]
-    if lost_us > LARGEST_HOST_SHARE * task_us:
-        wanted = math.ceil(lost_us / (LARGEST_HOST_SHARE * task_us) * rehearsal.settings.scale_time)
-        short = f"tasks are short against this machine's {lost_us:.0f} us between them"
-        return [f"{short}; --scale-time {wanted} shows the schedule"]
-    return []
-
-
-def _format_optional(ms: float | None) -> str:
-    return "-" if ms is None else format_ms(ms * 1e3)
-
-
-def _median_ms(rehearsal: Rehearsal, stage: int, kind: EventKind) -> float | None:
-    """Return the median time of a stage's whole tasks of a kind; None where it has none."""
-    found = [
-        event.end_us - event.start_us
-        for event in _task_events(rehearsal.timelines)
-        if event.stage == stage and event.kind is kind and event.half is None
-    ]
-    return statistics.median(found) / 1e3 if found else None
-
-
-def _task_events(timelines: Iterable[Timeline]) -> list[Event]:
-    return [event for timeline in timelines for event in timeline.events if event.task is not None]
-
-
-def _planned_us(plan: PipelinePlan, event: Event) -> float:
-    assert event.task is not None, "only tasks have planned times"
-    return stage_task_us(plan.stages[event.stage], event.task.kind, event.half)

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +31,6 @@ from gpp_plugin.rehearse.rehearsal import (
     LEAST_COMM_TIMEOUT_S,
     RehearsalSettings,
     make_async_programs,
-    make_prefetch_programs,
     programs_of_plan,
     scale_tensors,
 )
@@ -46,7 +44,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.schedule.event_loop import Durations, duration_reader
-from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramPlace, ProgramSet
+from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, lower_prefetch
 from gpp_plugin.simulate.predict import num_windows
 
 # Stands for a stage's compute and optimizer: delays of the planned durations, tensors of the right shapes.
@@ -323,7 +321,7 @@ class RehearsalRank:
             tensor_group = tensor_groups.get(stage.tensor_ranks(data_position))
             self._step = hooks.step
             return functools.partial(
-                _make_executor,
+                StageExecutor,
                 plan=plan,
                 compute=_make_compute(plan, part, specs, durations, tensor_group, device),
                 specs=specs,
@@ -339,7 +337,7 @@ class RehearsalRank:
         self._inputs = inputs
         makers = [(own.of_stage(index), maker(index)) for index in program.stages]
         self._parts = {
-            name: [make(of_stage.programs[name], of_stage.place(name)) for of_stage, make in makers]
+            name: [make(program=own.programs[name], place=own.place(name)) for own, make in makers]
             for name in own.programs
         }
         self._executor = RankExecutor(own, local_transfers=local_transfers, step=self._step)
@@ -360,9 +358,9 @@ class RehearsalRank:
         return None if timeline is None else dataclasses.replace(timeline, source="rehearsed")
 
     def _run(self, *, record: bool) -> list[Event]:
-        # A program's events number micro-batches as it does. `_later` adds those that came before since the pipeline
-        # was empty, so that all read as the one long mini-batch that they are simulated as. In mode async, with two
-        # micro-batches a mini-batch and programs that repeat from the second on:
+        # A program's events number micro-batches as it does. `_run_program` adds those that came before since the
+        # pipeline was empty, so that all read as the one long mini-batch that they are simulated as. In mode async,
+        # with two micro-batches a mini-batch and programs that repeat from the second on:
         #
         #   prologue 1 (0 before)   0F0 0F1 0B0        steady once more (2 before): 0F2 -> 0F4, 0B1 -> 0B3, ...
         #   steady     (0 before)   0F2 0B1 0F3 0B2
@@ -383,20 +381,20 @@ class RehearsalRank:
         windows = executor.programs.windows
         if windows is None:
             return events
-        return [_later(event, executor.mini_batches_before * windows.micro_batches) for event in events]
+        before = executor.mini_batches_before * windows.micro_batches
+        return [
+            dataclasses.replace(e, micro_batch=e.micro_batch + before) if e.micro_batch >= 0 else e
+            for e in events
+        ]
 
 
 def _programs_of(plan: PipelinePlan, *, prefetches: bool) -> ProgramSet:
     if plan.mode == "async":
         return make_async_programs(plan, validate=False)
     if prefetches:
-        return make_prefetch_programs(plan, validate=False)
+        return lower_prefetch(plan)
     whole = programs_of_plan(plan, validate=False)
     return ProgramSet(plan=plan, programs={"whole": whole}, policy=SYNCHRONOUS)
-
-
-def _make_executor(program: RankProgram, place: ProgramPlace | None, **common: Any) -> StageExecutor:
-    return StageExecutor(program=program, place=place, **common)
 
 
 def _make_compute(
@@ -438,13 +436,6 @@ def _make_transport(
         timeout_s=timeout_s,
     )
     return find_transport(NATIVE).make(request)
-
-
-def _later(event: Event, micro_batches: int) -> Event:
-    """Return an event as it is numbered from an empty pipeline on."""
-    return dataclasses.replace(
-        event, micro_batch=event.micro_batch + (micro_batches if event.micro_batch >= 0 else 0)
-    )
 
 
 def _make_groups(

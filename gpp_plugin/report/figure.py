@@ -16,7 +16,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.report.picture import GraphLayout, PlacedBox, lay_out_graph
+from gpp_plugin.report.picture import GraphLayout, lay_out_graph
 from gpp_plugin.report.plan_text import format_ranks
 from gpp_plugin.report.units import format_bytes, format_ms, shorten_name
 
@@ -248,8 +248,13 @@ def draw_stage_graph(plan: PipelinePlan) -> Figure:
         if placed.label:
             shapes.append(Label(points[0][0] + 5, points[0][1] + LINE_HEIGHT - 2, placed.label, EDGE_COLOUR))
     for index, box in enumerate(layout.boxes):
-        shapes += _box(box, box_height, LOSS_COLOUR if index in loss_stages else BOX_COLOUR)
-    height = 2 * MARGIN + layout.num_levels * (box_height + GAP) - GAP if layout.boxes else 2 * MARGIN
+        top, colour = _top(box.level, box_height), LOSS_COLOUR if index in loss_stages else BOX_COLOUR
+        width = box.width * CHAR_WIDTH
+        shapes.append(Rectangle(_x(box.left), top, width, box_height, colour, frame=FRAME_COLOUR))
+        for row, line in enumerate(box.lines):
+            shapes.append(Label(_x(box.left + 1), top + LINE_HEIGHT * (row + 1), line, is_bold=row == 0))
+    levels = max((box.level for box in layout.boxes), default=-1) + 1
+    height = 2 * MARGIN + levels * (box_height + GAP) - GAP if layout.boxes else 2 * MARGIN
     return Figure(width=2 * MARGIN + (layout.width + 1) * CHAR_WIDTH, height=height, shapes=tuple(shapes))
 
 
@@ -273,16 +278,6 @@ def _x(column: float) -> float:
 
 def _top(level: int, box_height: float) -> float:
     return MARGIN + level * (box_height + GAP)
-
-
-def _box(box: PlacedBox, height: float, colour: str) -> list[Shape]:
-    top = _top(box.level, height)
-    frame = Rectangle(_x(box.left), top, box.width * CHAR_WIDTH, height, colour, frame=FRAME_COLOUR)
-    labels = (
-        Label(_x(box.left + 1), top + LINE_HEIGHT * (row + 1), line, is_bold=row == 0)
-        for row, line in enumerate(box.lines)
-    )
-    return [frame, *labels]
 
 
 def _lines(plan: PipelinePlan, index: int) -> list[str]:

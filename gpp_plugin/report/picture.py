@@ -88,11 +88,6 @@ class GraphLayout:
     edges: tuple[PlacedEdge, ...]
     width: int
 
-    @property
-    def num_levels(self) -> int:
-        """Return the number of levels."""
-        return max((box.level for box in self.boxes), default=-1) + 1
-
 
 def lay_out_graph(boxes: Sequence[Sequence[str]], edges: Mapping[tuple[int, int], str]) -> GraphLayout:
     """Return where `draw_graph` puts boxes and edges, for pictures that are not text.

@@ -18,11 +18,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
 from gpp_plugin.report.units import IN_LOGS, LABEL_WIDTH, format_bytes, format_ms, format_table, shorten_name
-from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, memory_over_time
+from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, joined_spans, memory_over_time
 
 # Figures drawn from a timeline: idle time, what each rank did, which stages ran at the same time.
-
-Interval = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,26 +83,11 @@ def _forwards(timeline: Timeline, stage: int, micro_batch: int | None = None) ->
 def _common_us(groups: Sequence[Iterable[Event]]) -> float:
     # ``groups``: by stage, its forwards on all its ranks. A stage runs while any of its ranks does (their union); of
     # [0, 200] and [50, 150] 100 us are common.
-    common: list[Interval] | None = None
-    for events in groups:
-        intervals = _union([(event.start_us, event.end_us) for event in events])
-        common = intervals if common is None else _intersect(common, intervals)
-    return sum(end - start for start, end in common or [])
-
-
-def _union(intervals: list[Interval]) -> list[Interval]:
-    # sorted by start, an interval joins the one before or begins a new one: (0, 4) (3, 6) (8, 9) are (0, 6) (8, 9)
-    merged: list[Interval] = []
-    for start, end in sorted(intervals):
-        if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((start, end))
-    return merged
-
-
-def _intersect(first: list[Interval], second: list[Interval]) -> list[Interval]:
-    return [(max(a, c), min(b, d)) for a, b in first for c, d in second if max(a, c) < min(b, d)]
+    first, *others = (joined_spans((event.start_us, event.end_us) for event in events) for events in groups)
+    common = list(first)
+    for spans in others:
+        common = [(max(a, c), min(b, d)) for a, b in common for c, d in spans if max(a, c) < min(b, d)]
+    return sum(end - start for start, end in common)
 
 
 # Where the time of a step goes on each rank, and what its messages carry: tables of what ranks noted meanwhile.

@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -79,11 +80,6 @@ class Presence:
                         f"edge {plan.edge_name(index)} carries unit {unit}, which runs on stages {sorted(stages)} only"
                     )
 
-    def is_run(self, plan: PipelinePlan, task: Task, rank: int) -> bool:
-        """Return whether a rank runs a task of its stage's schedule."""
-        unit = plan.stages[task.stage].samples(task.micro_batch, rank).first_sample
-        return task.stage in self.stages[unit]
-
 
 def own_tasks(
     plan: PipelinePlan, tasks: Sequence[Task], rank: int, presence: Presence | None
@@ -91,7 +87,8 @@ def own_tasks(
     """Return those tasks of a stage's schedule that one of its ranks runs."""
     if presence is None:
         return tuple(tasks)
-    return tuple(task for task in tasks if presence.is_run(plan, task, rank))
+    units = [plan.stages[task.stage].samples(task.micro_batch, rank).first_sample for task in tasks]
+    return tuple(t for t, unit in zip(tasks, units, strict=True) if t.stage in presence.stages[unit])
 
 
 def build_task_graph(
@@ -119,9 +116,8 @@ def build_task_graph(
     check_schedules(plan, schedules)
     trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
     check_gradient_edges(plan, trained)
-    if presence is None:
-        return _Builder(plan, schedules, trained).build(is_merged=is_merged)
-    presence.check(plan)
+    if presence is not None:
+        presence.check(plan)
     return _Builder(plan, schedules, trained).build(presence, is_merged=is_merged)
 
 
@@ -192,7 +188,7 @@ class _Builder:
         if not self._plan.shares_ranks:
             graph.orders.update(chains)
         elif is_merged:
-            graph.replace_chains(merge_chains(graph, chains, self._turns(graph)))
+            graph.replace_chains(merge_chains(graph, chains, turns_of(graph, self._schedules)))
         return graph
 
     def _add_nodes(self, schedule: StageSchedule) -> None:
@@ -251,17 +247,6 @@ class _Builder:
             for position, rank in enumerate(stage.data_ranks(0)):
                 chains.append((rank, [first + position for first in firsts]))
         return chains
-
-    def _turns(self, graph: TaskGraph) -> list[int] | None:
-        """Return the turn of every node, or None where a schedule has none."""
-        if not all(len(schedule.turns) == len(schedule.tasks) for schedule in self._schedules):
-            return None
-        turn_of = {
-            task: turn
-            for schedule in self._schedules
-            for task, turn in zip(schedule.tasks, schedule.turns, strict=True)
-        }
-        return [turn_of[graph.task(node)] for node in range(len(graph.stage))]
 
     def _add_activations(self, graph: TaskGraph, index: int, overlaps: Sequence[Overlap]) -> None:
         edge = self._plan.edges[index]
@@ -324,6 +309,15 @@ class _Builder:
                 graph.add_unlock(graph.target[number], later[source])
 
 
+def turns_of(graph: TaskGraph, schedules: Sequence[StageSchedule]) -> list[int] | None:
+    """Return the turns of a graph's tasks in a whole mini-batch, its ends last; None where a schedule has none."""
+    if not all(len(schedule.turns) == len(schedule.tasks) for schedule in schedules):
+        return None
+    turn_of = {task: turn for s in schedules for task, turn in zip(s.tasks, s.turns, strict=True)}
+    found = [turn_of[graph.task(node)] for node in graph.tasks]
+    return [*found, *[max(found, default=0) + 1] * graph.num_ends]
+
+
 def _present_part(
     graph: TaskGraph, chains: Sequence[Chain], presence: Presence
 ) -> tuple[TaskGraph, list[Chain]]:
@@ -346,17 +340,8 @@ def _present_part(
             groups.append(replace(group, first=found[0], count=len(found)))
     # a message is of the unit that is its first sample, as every task is of one
     messages = [m for m, o in enumerate(graph.overlaps) if graph.edge[m] in presence.edges[o[2]]]
-    part = TaskGraph(
-        plan=plan,
-        members=graph.members,
-        groups=tuple(groups),
-        stage=[graph.stage[n] for n in present_nodes],
-        rank=[graph.rank[n] for n in present_nodes],
-        micro_batch=[graph.micro_batch[n] for n in present_nodes],
-        kind=[graph.kind[n] for n in present_nodes],
-        half=[graph.half[n] for n in present_nodes],
-        num_activations=sum(m < graph.num_activations for m in messages),
-    )
+    num_activations = sum(m < graph.num_activations for m in messages)
+    part = _empty_part(graph, present_nodes, groups=tuple(groups), num_activations=num_activations)
     present = [(rank, [number[n] for n in nodes if number[n] >= 0]) for rank, nodes in chains]
     for _, nodes in present:
         part.add_chain(nodes)
@@ -424,7 +409,10 @@ def cut_graph(
     update = {node: at for at, node in enumerate(trained)}
     number = {node: len(trained) + at for at, node in enumerate(tasks)}
     end = {owner: len(trained) + len(tasks) + at for at, owner in enumerate(owners)}
-    graph = _empty_part(full, trained, tasks, owners)
+    inside = frozenset(tasks)
+    num_activations = sum(source in inside for source in full.source[: full.num_activations])
+    nodes = [*trained, *tasks]
+    graph = _empty_part(full, nodes, owners, num_activations=num_activations, num_updates=len(trained))
     for (lead, row), owner in zip(rows, owners, strict=True):
         pairs = ((number[node], update.get(node)) for node in row)
         graph.chains.append((lead, [*(n for pair in pairs for n in pair if n is not None), end[owner]]))
@@ -457,43 +445,38 @@ def set_orders(graph: TaskGraph, orders: Mapping[int, list[int]]) -> None:
     """
     graph.replace_chains(orders)
     before = {node: earlier for order in orders.values() for earlier, node in itertools.pairwise(order)}
-    for nodes in _meetings(graph, range(graph.num_updates)):
-        for node in nodes:
-            for other in nodes:
-                if other != node:
-                    graph.add_unlock(before[node], other)
+    for node, other in _meetings(graph, range(graph.num_updates)):
+        graph.add_unlock(before[node], other)
 
 
-def _meetings(graph: TaskGraph, nodes: Iterable[int]) -> Iterable[list[int]]:
-    """Return those of nodes together that are of one stage and micro-batch."""
+def _meetings(graph: TaskGraph, nodes: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield every two of these nodes that are of one stage and micro-batch, in both orders."""
     together: dict[tuple[int, int], list[int]] = {}
     for node in nodes:
         together.setdefault((graph.stage[node], graph.micro_batch[node]), []).append(node)
-    return together.values()
+    for each in together.values():
+        yield from itertools.permutations(each, 2)
 
 
 def _empty_part(
-    full: TaskGraph, trained: Sequence[int], tasks: Sequence[int], owners: Sequence[tuple[int, int]]
+    full: TaskGraph, nodes: Sequence[int], owners: Sequence[tuple[int, int]] = (), **fields: Any
 ) -> TaskGraph:
     """Return a graph of these nodes without orders, messages and waits.
 
     Args:
         owners: of each end its rank, the first of tensor ranks, and its stage.
+        fields: what else the graph says of itself.
     """
-    nodes = [*trained, *tasks]
-    inside = frozenset(tasks)
     return TaskGraph(
         plan=full.plan,
         members=full.members,
-        groups=(),
         stage=[full.stage[node] for node in nodes] + [stage for _, stage in owners],
         rank=[full.rank[node] for node in nodes] + [lead for lead, _ in owners],
         micro_batch=[full.micro_batch[node] for node in nodes] + [-1] * len(owners),
         kind=[full.kind[node] for node in nodes] + [TaskKind.FORWARD] * len(owners),
         half=[full.half[node] for node in nodes] + [None] * len(owners),
-        num_activations=sum(source in inside for source in full.source[: full.num_activations]),
-        num_updates=len(trained),
         num_ends=len(owners),
+        **fields,
     )
 
 
@@ -503,7 +486,6 @@ def _unlocks(
     """Yield (node, what waits for its end): updates for their stage's backwards on all other ranks, which they meet,
     and tasks of forward-only stages for their consumers.
     """
-    for nodes in _meetings(full, update):
-        yield from ((number[node], update[other]) for node in nodes for other in nodes if node != other)
+    yield from ((number[node], update[other]) for node, other in _meetings(full, update))
     for node, freed in full.unlocks.items():
         yield from ((number[node], number[n]) for n in freed if node in number and n in number)

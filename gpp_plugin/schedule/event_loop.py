@@ -5,7 +5,7 @@ start is the largest of what it waits for, whatever order nodes are visited in, 
 
 What a task takes is `stage_task_us`: from the plan, a mapping or a function. Without that, half a forward takes half of
 the time, the input and the weight gradient half of the backward each (for a stack of matrix products these are one
-product of the same size each; what more a split costs is `with_split_costs`). What a message takes is in
+product of the same size each; what more a split costs is in the plan's times of its parts). What a message takes is in
 `MessageCosts`. `simulate.program_times` plays lowered programs with the same two.
 """
 
@@ -44,33 +44,6 @@ def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> floa
     if not stage.input_gradient_us and not stage.weight_gradient_us:
         return stage.backward_us / 2.0
     return stage.input_gradient_us if kind is TaskKind.INPUT_GRADIENT else stage.weight_gradient_us
-
-
-def with_split_costs(
-    plan: PipelinePlan, *, half_overhead_us: float = 0.0, split_factor: float = 1.0, input_share: float = 0.5
-) -> PipelinePlan:
-    """Return ``plan`` with times for the parts of its stages' tasks.
-
-    Args:
-        half_overhead_us: what half a forward takes beyond half of the forward.
-        split_factor: input and weight gradient together over the whole backward, as measured.
-        input_share: share of the input gradient in that.
-
-    Raises:
-        ValueError: an overhead is negative or the share is not between 0 and 1.
-    """
-    if half_overhead_us < 0.0 or split_factor <= 0.0 or not 0.0 < input_share < 1.0:
-        raise ValueError(
-            f"half_overhead_us={half_overhead_us} split_factor={split_factor} input_share={input_share}; "
-            "give an overhead of 0 or more, a positive factor and a share between 0 and 1"
-        )
-    # Worked example: forward 10 us, backward 20 us, half_overhead_us=1, split_factor=1.1, input_share=0.6
-    # give half a forward 6 us, an input gradient of 20 * 1.1 * 0.6 = 13.2 us and a weight gradient of 8.8 us.
-    return plan.with_each(
-        half_forward_us=[stage.forward_us / 2.0 + half_overhead_us for stage in plan.stages],
-        input_gradient_us=[s.backward_us * split_factor * input_share for s in plan.stages],
-        weight_gradient_us=[s.backward_us * split_factor * (1.0 - input_share) for s in plan.stages],
-    )
 
 
 def duration_reader(plan: PipelinePlan, durations: Durations | None) -> Callable[[Task, int], float]:

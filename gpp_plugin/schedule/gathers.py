@@ -136,7 +136,7 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
     Args:
         programs: of all ranks; they finish under serial rendezvous execution.
     """
-    sharded = {index for index in range(len(plan.stages)) if is_gathered(plan, index)}
+    sharded = {index for index in range(len(plan.stages)) if plan.stages[index].gathered_bytes > 0}
     if not sharded:
         return tuple(programs)
     # Stages leave ``prefetched`` and never come back: at last none is left, and gathers are where they always were.
@@ -229,11 +229,6 @@ def gathered_at_once(plan: PipelinePlan, program: RankProgram) -> int:
             now += num_bytes if instruction.kind is InstructionKind.GATHER else -num_bytes
             most = max(most, now)
     return most
-
-
-def is_gathered(plan: PipelinePlan, stage: int) -> bool:
-    """Return whether the ranks of a stage hold parts of its parameters, and gather them for its tasks."""
-    return plan.stages[stage].gathered_bytes > 0
 
 
 def _first_attempts(

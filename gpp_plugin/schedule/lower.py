@@ -34,9 +34,9 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
-from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.build_graph import Presence, build_task_graph
-from gpp_plugin.schedule.checks.order_check import has_backwards, standing_at
+from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards, standing_at
 from gpp_plugin.schedule.event_loop import (
     Durations,
     TaskTimes,
@@ -181,9 +181,13 @@ def end_mini_batch(
         trained: stages that run backwards.
         tied_stages, reduce_each_backward: as for `lower_schedules`.
     """
+    # The reductions of a rank's stages, each kind in the order of stages as on all ranks, and the one step.
     ended = []
     for program in programs:
-        tail = _tail(program, trained, tied_stages)
+        stages = program.stages
+        tail = [program.instruction(InstructionKind.REDUCE_DATA, s) for s in stages if s in trained]
+        tail += [program.instruction(InstructionKind.REDUCE_TIED, s) for s in stages if s in tied_stages]
+        tail.append(Instruction(kind=InstructionKind.STEP))
         ended.append(dataclasses.replace(program, instructions=(*program.instructions, *tail)))
     return reduce_after_backwards(plan, ended, trained) if reduce_each_backward else tuple(ended)
 
@@ -211,26 +215,13 @@ def lower_graph(
         for rank in graph.members[graph.rank[item]]:
             bodies[rank] += _instructions(graph, item, known, is_named=len(stages_of[rank]) > 1)
     edges = tuple((edge.src, edge.dst) for edge in graph.plan.edges)
-    programs = []
-    for rank in sorted(bodies):
-        stages = stages_of[rank]
-        program = RankProgram(
-            rank=rank,
-            stages=stages,
-            instructions=tuple(bodies[rank]),
-            edges=edges if len(stages) > 1 else (),
+    return tuple(
+        RankProgram(
+            rank=rank, stages=stages, instructions=tuple(body), edges=edges if len(stages) > 1 else ()
         )
-        programs.append(program)
-    return tuple(programs)
-
-
-def _tail(
-    program: RankProgram, trained: Collection[int], tied_stages: Collection[int]
-) -> tuple[Instruction, ...]:
-    """Return the reductions of a rank's stages, each kind in the order of stages as on all ranks, and the one step."""
-    data = [program.instruction(InstructionKind.REDUCE_DATA, s) for s in program.stages if s in trained]
-    tied = [program.instruction(InstructionKind.REDUCE_TIED, s) for s in program.stages if s in tied_stages]
-    return (*data, *tied, Instruction(kind=InstructionKind.STEP))
+        for rank, body in sorted(bodies.items())
+        for stages in (stages_of[rank],)
+    )
 
 
 def _instructions(
@@ -251,9 +242,6 @@ def _instructions(
     if task not in known:
         known[task] = Instruction(kind=InstructionKind.COMPUTE, task=task)
     return (known[task],)
-
-
-_MAKES_GRADIENTS = (TaskKind.BACKWARD, TaskKind.WEIGHT_GRADIENT)
 
 
 def reduce_after_backwards(
@@ -319,7 +307,7 @@ def _with_reductions(
         if task is not None:
             num_tasks[task.stage] += 1
             is_last = num_tasks[task.stage] == totals[task.stage]
-            if task.stage in stages and task.kind in _MAKES_GRADIENTS and not is_last:
+            if task.stage in stages and task.kind in LAST_KINDS and not is_last:
                 due.append(task.stage)
         body.append(instruction)
     return dataclasses.replace(program, instructions=tuple(body))

@@ -221,7 +221,8 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
     return tuple(pairs)
 
 
-def _message_bytes(plan: PipelinePlan, message: Message) -> float:
+def message_bytes(plan: PipelinePlan, message: Message) -> float:
+    """Return the bytes of a message: of tensors that tensor ranks hold as shards, its share."""
     edge, direction = plan.edges[message.edge], message.direction
     is_activation = direction is Direction.ACTIVATION
     count = activation_bytes if is_activation else gradient_bytes
@@ -246,7 +247,7 @@ def under_way_bytes(plan: PipelinePlan, program: RankProgram) -> int:
     #     receive 1   made 3     30     B0          20     send 0  30    at most two sends are under way
     #     receive 2   made 4     40     F1  read 1  30 ...
     received = [m for m in program.messages(InstructionKind.RECEIVE) if not m.is_local_transfer]
-    sizes = [_message_bytes(plan, message) for message in received]
+    sizes = [message_bytes(plan, message) for message in received]
     unread: defaultdict[tuple[bool, int, int | None], float] = defaultdict(float)
     for each, size in zip(received, sizes, strict=True):
         unread[each.direction is Direction.ACTIVATION, each.dst_micro_batch, each.dst_half] += size
@@ -266,7 +267,7 @@ def under_way_bytes(plan: PipelinePlan, program: RankProgram) -> int:
             held += sum(sizes[num_made : num_posted + PREFETCHED_BUFFERS])
             num_made = num_posted + PREFETCHED_BUFFERS
         else:
-            sent.append(_message_bytes(plan, message))
+            sent.append(message_bytes(plan, message))
             held += sent[-1]
         most = max(most, held)
         while len(sent) > limit:

@@ -56,6 +56,7 @@ from gpp_plugin.schedule.build_graph import (
     lengthened,
     part_durations,
     set_orders,
+    turns_of,
 )
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
@@ -259,7 +260,17 @@ class RankPrograms:
         """Return the messages received before a program that it reads, or passes on to later ones."""
         if self.windows is not None:
             window, is_drain = self._window(name)
-            return self._carried_before(window + is_drain)
+            carried: list[tuple[Message, Task]] = []
+            for earlier in range(1, window + is_drain):
+                program = self.programs[async_name(earlier, self.windows.first_steady)]
+                tasks = {instruction.task for instruction in program.instructions}
+                came = [
+                    (i.message, _reader(i.message, program.stage_of(i)))
+                    for i in program.instructions
+                    if i.message is not None and i.kind is InstructionKind.RECEIVE
+                ]
+                carried = [(m, reader) for m, reader in (*carried, *came) if reader not in tasks]
+            return tuple(message for message, _ in carried)
         if name == "prologue":
             return ()
         prologue = self.programs["prologue"]
@@ -270,21 +281,6 @@ class RankPrograms:
             and instruction.kind is InstructionKind.RECEIVE
             and prologue.stage_of(instruction) not in self.prefetched
         )
-
-    def _carried_before(self, window: int) -> tuple[Message, ...]:
-        """Return the messages received before a window for it or later ones."""
-        assert self.windows is not None
-        carried: list[tuple[Message, Task]] = []
-        for earlier in range(1, window):
-            program = self.programs[async_name(earlier, self.windows.first_steady)]
-            tasks = {instruction.task for instruction in program.instructions}
-            came = [
-                (i.message, _reader(i.message, program.stage_of(i)))
-                for i in program.instructions
-                if i.message is not None and i.kind is InstructionKind.RECEIVE
-            ]
-            carried = [(m, reader) for m, reader in (*carried, *came) if reader not in tasks]
-        return tuple(message for message, _ in carried)
 
     @property
     def most_bytes(self) -> int:
@@ -455,22 +451,15 @@ def lower_prefetch(
     """
     trained = set(range(len(plan.stages))) - forward_only_stages(plan)
 
-    def lowered(part: TaskGraph) -> Programs:
-        return lower_graph(part, part_durations(part))
-
-    def ended(part: TaskGraph) -> Programs:
-        return end_mini_batch(
-            plan, lowered(part), trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
-        )
-
-    parts = prefetch_graphs(plan)
-    programs = {
-        "prologue": lowered(parts["prologue"]),
-        "steady": ended(parts["steady"]),
-        "epilogue": ended(parts["epilogue"]),
-    }
-    gathered = {name: gather_around_tasks(plan, of_ranks) for name, of_ranks in programs.items()}
-    return ProgramSet(plan=plan, programs=gathered, policy=PREFETCH, prefetched=frozen_branch(plan))
+    programs = {}
+    for name, part in prefetch_graphs(plan).items():
+        lowered = lower_graph(part, part_durations(part))
+        if name != "prologue":  # the only one that does not end a mini-batch
+            lowered = end_mini_batch(
+                plan, lowered, trained, tied_stages=tied_stages, reduce_each_backward=reduce_each_backward
+            )
+        programs[name] = gather_around_tasks(plan, lowered)
+    return ProgramSet(plan=plan, programs=programs, policy=PREFETCH, prefetched=frozen_branch(plan))
 
 
 def prefetch_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
@@ -492,22 +481,13 @@ def prefetch_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
     steady = cut(is_branch_in=True, are_others_in=True, is_merged=False)
     epilogue = cut(is_branch_in=False, are_others_in=True, is_merged=False)
     if plan.shares_ranks:
-        _merge(epilogue, _turns_of(epilogue, schedules))
+        _merge(epilogue, turns_of(epilogue, schedules))
         _merge(steady, _turns_in_gaps(steady, prologue, epilogue))
     return {"prologue": prologue, "steady": steady, "epilogue": epilogue}
 
 
 def _merge(part: TaskGraph, turns: Sequence[int] | None) -> None:
     set_orders(part, merge_chains(part, part.chains, turns, durations=part_durations(part)))
-
-
-def _turns_of(epilogue: TaskGraph, schedules: Sequence[StageSchedule]) -> list[int] | None:
-    """Return the turns that the trained stages' tasks have in a whole mini-batch; None where these have none."""
-    if not all(schedule.turns for schedule in schedules):
-        return None
-    turn_of = {task: turn for s in schedules for task, turn in zip(s.tasks, s.turns, strict=True)}
-    found = [turn_of[epilogue.task(node)] for node in epilogue.tasks]
-    return [*found, *[max(found, default=0) + 1] * epilogue.num_ends]
 
 
 def _turns_in_gaps(steady: TaskGraph, prologue: TaskGraph, epilogue: TaskGraph) -> list[int]:

@@ -102,7 +102,13 @@ def merge_chains(
         for rank, nodes in chains:
             graph.orders.setdefault(rank, []).extend(nodes)
         raise deadlock_error(graph, finished[: len(graph.stage)])
-    best = None if turns is None else network.in_order(_turn_orders(graph, chains, turns))
+    best = None
+    if turns is not None:
+        # each rank's nodes in the order of their turns; those of one turn, two halves, as in their chain
+        by_rank: dict[int, list[int]] = {}
+        for rank, nodes in chains:
+            by_rank.setdefault(rank, []).extend(nodes)
+        best = network.in_order([sorted(nodes, key=turns.__getitem__) for nodes in by_rank.values()])
     if best is None or best.length > network.least_us() * (1.0 + SLACK):
         runs = [network.run(_updates_first(graph, rule)) for rule in _rules(graph, network, alone)]
         found = runs if best is None else [best, *runs]
@@ -111,14 +117,6 @@ def merge_chains(
     for node in sorted(range(len(graph.stage)), key=lambda node: best.places[node]):
         orders[graph.rank[node]].append(node)
     return orders
-
-
-def _turn_orders(graph: TaskGraph, chains: Sequence[Chain], turns: Sequence[int]) -> list[list[int]]:
-    """Return the nodes of each rank in the order of their turns; those of one turn, two halves, as in their chain."""
-    by_rank: dict[int, list[int]] = {}
-    for rank, nodes in chains:
-        by_rank.setdefault(rank, []).extend(nodes)
-    return [sorted(nodes, key=lambda node: turns[node]) for nodes in by_rank.values()]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,7 +64,7 @@ class TaskGraph:
 
     plan: PipelinePlan
     members: dict[int, tuple[int, ...]]
-    groups: tuple[NodeGroup, ...]
+    groups: tuple[NodeGroup, ...] = ()
     stage: list[int]
     rank: list[int]
     micro_batch: list[int]

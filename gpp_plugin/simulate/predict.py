@@ -28,9 +28,6 @@ from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph
-from gpp_plugin.simulate.program_times import simulate_programs
-
-__all__ = ["predict_iteration_us", "simulate_plan", "simulate_programs"]
 
 
 def simulate_plan(
@@ -68,7 +65,7 @@ def simulate_plan(
     with paused_collector():  # it would walk millions of new events again and again: they hold no circles
         events = _task_events(graph, times)
         events += _tail_events(plan, _rank_ends(graph, times), reduce_us or {}, step_us or {})
-        events += message_events(graph, times)
+        events += _message_events(graph, times)
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events))
 
 
@@ -120,23 +117,28 @@ def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
 
 
 def _task_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
-    return [
-        Event(
-            rank=rank,
-            stage=group.stage,
-            kind=kind,
-            start_us=times.start[node],
-            end_us=times.end[node],
-            micro_batch=graph.micro_batch[node],
-            half=group.half,
-        )
-        for group, kind in [(group, EVENT_OF_TASK[group.kind]) for group in graph.groups]
-        for node in range(group.first, group.first + group.count)
-        for rank in graph.members[graph.rank[node]]
-    ]
+    """Return what each rank runs, updates that take time included."""
+    events = []
+    for node in range(graph.tasks.stop):
+        is_update = node < graph.num_updates
+        if is_update and times.end[node] == times.start[node]:
+            continue
+        events += [
+            Event(
+                rank=rank,
+                stage=graph.stage[node],
+                kind=EventKind.STEP if is_update else EVENT_OF_TASK[graph.kind[node]],
+                start_us=times.start[node],
+                end_us=times.end[node],
+                micro_batch=-1 if is_update else graph.micro_batch[node],
+                half=graph.half[node],
+            )
+            for rank in graph.members[graph.rank[node]]
+        ]
+    return events
 
 
-def message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
+def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
     """Return a send and a receive for each message; what passes between two stages of one rank has none."""
     events = []
     # A send and its receive have the same two times: from when the sender's link takes the message up to when
@@ -271,13 +273,12 @@ def simulate_windows(
     plan: PipelinePlan,
     *,
     cluster: Cluster | None = None,
-    share_links: bool = True,
     update_us: Mapping[int, float] | None = None,
 ) -> AsyncPrediction:
     """Predict an asynchronous plan.
 
     Args:
-        cluster, share_links: as for `simulate_plan`.
+        cluster: as for `simulate_plan`.
         update_us: by stage, reduction and step behind each backward; they start on all its ranks together.
 
     Raises:
@@ -300,15 +301,15 @@ def simulate_windows(
         part,
         part_durations(part, update_us=lambda stage: each.get(stage, 0.0)),
         transfers=message_transfers(part, cluster),
-        share_links=share_links,
     )
     ends = _window_ends(part, times, windows, count)
     # Window `first_steady` is the first that repeats, but its start still depends on how the pipeline filled;
     # REPEATED windows later that has worn off, so only the last difference is read.
     steady = ends[count] - ends[count - 1]
+    events = _task_events(part, times) + _message_events(part, times)
     return AsyncPrediction(
         plan=part.plan,
-        timeline=Timeline(source="predicted", plan=fingerprint(plan), events=tuple(_events(part, times))),
+        timeline=Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events)),
         num_windows=count,
         steady_us=steady,
         fill_us=ends[count] - count * steady,
@@ -368,23 +369,3 @@ def _window_ends(graph: TaskGraph, times: TaskTimes, windows: Windows, count: in
         # plan with k = 1) ends with the one before.
         ends[window] = max(ends[window], ends[window - 1])
     return ends
-
-
-def _events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
-    events = []
-    for node in range(graph.tasks.stop):
-        is_update = node < graph.num_updates
-        if is_update and times.end[node] == times.start[node]:
-            continue
-        events += [
-            Event(
-                rank=rank,
-                stage=graph.stage[node],
-                kind=EventKind.STEP if is_update else EVENT_OF_TASK[graph.kind[node]],
-                start_us=times.start[node],
-                end_us=times.end[node],
-                micro_batch=-1 if is_update else graph.micro_batch[node],
-            )
-            for rank in graph.members[graph.rank[node]]
-        ]
-    return events + message_events(graph, times)

@@ -27,7 +27,7 @@ from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.checks.order_check import OF_STAGE, tensor_rows
 from gpp_plugin.schedule.event_loop import Durations, MessageCosts, duration_reader
 from gpp_plugin.schedule.grid import program_grid
-from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes, tensor_pairs
+from gpp_plugin.schedule.messages import message_bytes
 
 MODES = ("asynchronous", "rendezvous")
 _EVENTS = {InstructionKind.GATHER: EventKind.GATHER, InstructionKind.STEP: EventKind.STEP}
@@ -122,8 +122,9 @@ class _ProgramRun:
         self._position = dict.fromkeys(self._programs, 0)
         self._missing: dict[int, set[_Awaited]] = {rank: set() for rank in self._programs}
         self._reads = {rank: _messages_read(program) for rank, program in self._programs.items()}
-        # Of each message: how many of its ends are posted, and when it left, in us.
+        # Of each message: how many of its ends are posted, its bytes, and when it left, in us.
         self._posted: dict[Message, int] = {}
+        self._bytes: dict[Message, float] = {}
         self._started: dict[Message, float] = {}
         self._arrived: set[_Awaited] = set()
         # Of each rank and stage: the gather that was begun last, behind which the rank continues, and how many were.
@@ -137,7 +138,6 @@ class _ProgramRun:
         # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
         self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
         self._waiting: dict[tuple[int, ...], list[int]] = {}
-        self._shares: dict[tuple[int, Direction], dict[tuple[int, int], float]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
         self._heap: list[tuple[float, int, int, int | _Awaited]] = []
         self._num_pushed = 0
@@ -229,8 +229,9 @@ class _ProgramRun:
 
     def _leave(self, message: Message, now: float) -> None:
         """The message is ready: it takes the sender's link when that is free."""
-        occupied, _ = self._cost(message)
-        port, _ = self._costs.ports(message.src_rank, message.dst_rank)
+        self._bytes[message] = message_bytes(self._plan, message)
+        occupied, _ = self._costs.of(*message.channel, self._bytes[message])
+        port, _ = self._costs.ports(*message.channel)
         begin = max(now, self._out_free[port]) if self._share_links else now
         self._out_free[port] = begin + occupied
         self._started[message] = begin
@@ -238,15 +239,15 @@ class _ProgramRun:
 
     def _enter(self, message: Message, now: float) -> None:
         """The message takes the receiver's link when that is free."""
-        occupied, latency = self._cost(message)
-        _, port = self._costs.ports(message.src_rank, message.dst_rank)
+        occupied, latency = self._costs.of(*message.channel, self._bytes[message])
+        _, port = self._costs.ports(*message.channel)
         begin = max(now, self._in_free[port]) if self._share_links else now
         self._in_free[port] = begin + occupied
         self._push(begin + occupied + latency, 3, message)
 
     def _arrive(self, message: Message, now: float) -> None:
         self._arrived.add(message)
-        start, num_bytes = self._started[message], round(self._bytes(message))
+        start, num_bytes = self._started[message], round(self._bytes[message])
         edge = self._plan.edges[message.edge]
         ends = (edge.src, edge.dst) if message.direction is Direction.ACTIVATION else (edge.dst, edge.src)
         for stage, rank, micro_batch, half, kind in (
@@ -318,28 +319,6 @@ class _ProgramRun:
                 self._missing[rank].remove(gather)
                 if not self._missing[rank]:
                     self._advance(rank, now)
-
-    def _cost(self, message: Message) -> tuple[float, float]:
-        return self._costs.of(message.src_rank, message.dst_rank, self._bytes(message))
-
-    def _bytes(self, message: Message) -> float:
-        edge = self._plan.edges[message.edge]
-        count = activation_bytes if message.direction is Direction.ACTIVATION else gradient_bytes
-        whole = count(edge, message.samples.num_samples, message.has_whole_tensors)
-        return whole * self._share(message)
-
-    def _share(self, message: Message) -> float:
-        """Return the share of its tensors that a message holds, where tensor ranks hold shards."""
-        key = (message.edge, message.direction)
-        shares = self._shares.get(key)
-        if shares is None:
-            pairs = tensor_pairs(self._plan, *key)
-            shares = self._shares[key] = {(pair.sender, pair.receiver): pair.share for pair in pairs}
-        if len(shares) == 1:
-            return 1.0
-        ends = (message.src_rank, message.dst_rank)
-        sender, receiver = (self._rows[rank].index(rank) for rank in ends)
-        return shares[sender, receiver]
 
     def _note(self, rank: int, stage: int, kind: EventKind, start: float, end: float, **more: Any) -> None:
         self.events.append(Event(rank=rank, stage=stage, kind=kind, start_us=start, end_us=end, **more))

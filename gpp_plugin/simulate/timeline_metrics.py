@@ -16,7 +16,6 @@ from itertools import pairwise
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, LAST_KINDS, Event, EventKind, Timeline
 from gpp_plugin.schedule.messages import gradient_kinds
 
@@ -253,15 +252,10 @@ def _producers(
         events = [event for key in keys for event in found.get(key, ())]
         if is_forward:
             needed = samples if edge.batch_tensors else samples.first()
-            events = [other for other in events if _feeds(plan, other, needed)]
+            made = [plan.stages[e.stage].samples(e.micro_batch, e.rank, e.half) for e in events]
+            events = [e for e, rows in zip(events, made, strict=True) if rows.overlap(needed) is not None]
         if events:
             yield index, events
-
-
-def _feeds(plan: PipelinePlan, event: Event, samples: SampleRange) -> bool:
-    """Return whether a forward made rows of ``samples``."""
-    made = plan.stages[event.stage].samples(event.micro_batch, event.rank, event.half)
-    return made.overlap(samples) is not None
 
 
 def _depths(plan: PipelinePlan) -> list[int]:
@@ -350,7 +344,7 @@ def overlap_of(
     travels: Iterable[Travel], computing: Mapping[int, Sequence[tuple[float, float]]]
 ) -> tuple[Overlap, ...]:
     """Return the overlap of each kind of what travels with what ranks compute meanwhile."""
-    busy = {rank: _joined(spans) for rank, spans in computing.items()}
+    busy = {rank: joined_spans(spans) for rank, spans in computing.items()}
     sums: dict[str, list[float]] = {}
     for each in travels:
         found = sums.setdefault(each.kind, [0.0, 0.0, 0.0])
@@ -366,7 +360,8 @@ def overlap_of(
     )
 
 
-def _joined(spans: Iterable[tuple[float, float]]) -> Spans:
+def joined_spans(spans: Iterable[tuple[float, float]]) -> Spans:
+    """Return times as spans with gaps between them: (0, 4) (3, 6) (8, 9) are (0, 6) (8, 9)."""
     joined: list[tuple[float, float]] = []
     for since, until in sorted(spans):
         if joined and since <= joined[-1][1]:

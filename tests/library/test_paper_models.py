@@ -3,11 +3,11 @@
 import pytest
 import torch
 
+from gpp_plugin.compare.compared_models import MODULES, make_batch
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.library.analytic_models import gemm_us, in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
-from gpp_plugin.library.paper_modules import MODULES, make_batch
 from gpp_plugin.plan.cluster_files import read_cluster
 
 V100 = read_cluster("summit").devices[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
+from gpp_plugin.commands.report_command import ReportedPlan, report_page
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
@@ -17,7 +18,6 @@ from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.chrome_trace import chrome_trace
-from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages

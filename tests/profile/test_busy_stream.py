@@ -197,8 +197,7 @@ def test_a_block_takes_its_times_from_the_chain_where_it_was_busy() -> None:
         ([busy], measured(-1, 7.0, 8.0), None, (7.0, 8.0)),
         ([busy, busy], measured(1, 7.0, 8.0), masks, (10.0, 6.0)),
     ):
-        surveyed = block_survey._Surveyed(block="b", saved=3, replicas=replicas, own=own)
-        result = block_survey._result(surveyed, times)
+        result = block_survey._result(3, replicas, own, times)
         assert (result.forward_us, result.backward_us) == wanted
         assert (result.saved_bytes, result.transient_bytes) == (3, 9)
 

@@ -10,8 +10,7 @@ from gpp_plugin.cli import main
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.rehearse.measured_times import predict_from
-from gpp_plugin.rehearse.rehearsal import RehearsalSettings, programs_of_plan
+from gpp_plugin.rehearse.rehearsal import RehearsalSettings, predict_from, programs_of_plan
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import lengthened

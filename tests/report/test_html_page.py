@@ -11,6 +11,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from gpp_plugin.commands.report_command import ReportedPlan, report_page
 from gpp_plugin.errors import GppError
 from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.report.figure import (
@@ -23,7 +24,6 @@ from gpp_plugin.report.figure import (
     figure_svg,
     stack_figures,
 )
-from gpp_plugin.report.html_page import ReportedPlan, report_page
 from gpp_plugin.report.timeline_chart import WIDTH, chart_timeline, draw_memory, draw_timeline
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import chain_plan, simple_plan

@@ -3,7 +3,7 @@
 import pytest
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.schedule import StageSchedule, parse_task
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import check_schedules
 from tests.schedule.plans import simple_plan
 
@@ -11,8 +11,16 @@ PLAN = simple_plan([2], [], mini_batch=4)
 
 
 def check(text, *, num_in_flight=2, joined=(), plan=PLAN):
-    tasks = tuple(parse_task(f"0{word}") for word in text.split())
-    schedule = StageSchedule(stage=0, tasks=tasks, num_in_flight=num_in_flight, joined=joined)
+    tasks = [
+        Task(
+            stage=0,
+            kind=TaskKind(word[0]),
+            micro_batch=int(word[1]),
+            half="ab".find(word[2]) if word[2:] else None,
+        )
+        for word in text.split()
+    ]
+    schedule = StageSchedule(stage=0, tasks=tuple(tasks), num_in_flight=num_in_flight, joined=joined)
     check_schedules(plan, [schedule])
 
 

@@ -5,10 +5,9 @@ import pytest
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, candidate_schedules, choose_schedule
-from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
-from tests.schedule.plans import chain_plan, cluster_of, proven, simple_plan
+from tests.schedule.plans import chain_plan, cluster_of, proven, simple_plan, with_split_costs
 
 
 def test_balanced_chain_without_latency_stays_1f1b():

@@ -6,11 +6,10 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.plan.choose_schedule import choose_slicing
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.slicer import longest_start_up, slice_warm_up
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight, start_up_us
-from tests.schedule.plans import cluster_of, proven, simple_plan, words
+from tests.schedule.plans import cluster_of, proven, simple_plan, with_split_costs, words
 
 BRANCHES = [(0, 1), (1, 2), (2, 6), (3, 4), (4, 5), (5, 6)]
 """Two branches of three stages and a join."""

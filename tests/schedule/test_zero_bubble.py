@@ -8,12 +8,20 @@ from gpp_benchmarks.published._zero_bubble import RUNS
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.event_loop import with_split_costs
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.zero_bubble import _ListRun, zero_bubble_schedules
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
-from tests.schedule.plans import chain_plan, cluster_of, freeze, proven, simple_plan, with_all, words
+from tests.schedule.plans import (
+    chain_plan,
+    cluster_of,
+    freeze,
+    proven,
+    simple_plan,
+    with_all,
+    with_split_costs,
+    words,
+)
 
 DIAMOND = [(0, 1), (0, 2), (1, 3), (2, 3), (3, 4)]
 

@@ -144,11 +144,8 @@ def check_messages(checked: CheckedPrograms, program: RankProgram) -> None:
             is_joined = half == 1 and stage == edge.src and micro_batch in checked.schedules[stage].joined
             held = owner.samples(micro_batch, rank, None if is_joined else half)
             if held.overlap(message.samples) != message.samples:
-                raise checked.fail(
-                    program,
-                    position,
-                    f"{message} holds samples that micro-batch {micro_batch} of stage {owner.name!r} lacks",
-                )
+                what = f"{message} holds samples that micro-batch {micro_batch} of stage {owner.name!r} lacks"
+                raise checked.fail(program, position, what)
 
 
 def check_readiness(checked: CheckedPrograms, program: RankProgram) -> None:
@@ -267,11 +264,8 @@ def _key_of(task: Task) -> _TaskKey:
     """Return what a task makes or waits for, as messages name it."""
     if task.kind is TaskKind.FORWARD:
         return Direction.ACTIVATION, task.micro_batch, task.half
-    return (
-        None if task.kind is TaskKind.WEIGHT_GRADIENT else Direction.GRADIENT,
-        task.micro_batch,
-        None,
-    )
+    direction = None if task.kind is TaskKind.WEIGHT_GRADIENT else Direction.GRADIENT
+    return direction, task.micro_batch, None
 
 
 def _text_of(pieces: Sequence[Due]) -> str:

@@ -86,17 +86,11 @@ def check_gathers(checked: CheckedPrograms, part: RankProgram) -> None:
                 )
             is_whole = is_gather
         elif kind is InstructionKind.COMPUTE and not is_whole:
-            raise checked.fail(
-                part,
-                position,
-                f"runs {instruction} while its parameters are not gathered; gather them before it",
-            )
+            what = f"runs {instruction} while its parameters are not gathered; gather them before it"
+            raise checked.fail(part, position, what)
         elif kind is InstructionKind.STEP and is_whole and is_sharded:
-            raise checked.fail(
-                part,
-                position,
-                "steps while its parameters are gathered, and it steps parts of them; free them before",
-            )
+            what = "steps while its parameters are gathered, and it steps parts of them; free them before"
+            raise checked.fail(part, position, what)
     if is_whole and is_sharded:
         raise checked.fail_at_end(
             part, "ends while its parameters are gathered; free them behind its last task"
@@ -135,23 +129,9 @@ def validate_programs(
         (_check_steps if steps_each_backward else _check_tail)(checked, program)
     _check_collectives_agree(checked, steps_each_backward=steps_each_backward)
     check_channels(checked)
-    _check_completion(checked)
-
-
-def validate_tails(
-    plan: PipelinePlan, schedules: Sequence[StageSchedule], programs: Sequence[RankProgram]
-) -> None:
-    """Check only gathers, reductions and steps of programs that may be a part of a mini-batch (claims 5 and 6).
-
-    Raises:
-        ScheduleError: as of `validate_programs`.
-    """
-    checked = CheckedPrograms(plan, schedules, programs)
-    for program in programs:
-        _check_tail(checked, program)
-    for part in checked.parts:
-        check_gathers(checked, part)
-    _check_collectives_agree(checked, steps_each_backward=False)
+    end = execute_serially(plan, checked.programs)
+    if end.stuck:  # a rank still waits
+        _raise_deadlock(checked, end)
 
 
 def _check_ranks(checked: CheckedPrograms, order: Sequence[int]) -> None:
@@ -210,13 +190,6 @@ def _check_collectives_agree(checked: CheckedPrograms, *, steps_each_backward: b
         program = checked.programs[next(rank for rank, has_step in steps.items() if not has_step)]
         what = "has no step while other ranks do; all ranks agree on norm and overflow"
         raise checked.fail_at_end(program, what)
-
-
-def _check_completion(checked: CheckedPrograms) -> None:
-    """Execute all programs serially with rendezvous; a rank that still waits at the end is stuck."""
-    end = execute_serially(checked.plan, checked.programs)
-    if end.stuck:
-        _raise_deadlock(checked, end)
 
 
 def _raise_deadlock(checked: CheckedPrograms, end: Deadlock) -> None:
@@ -434,21 +407,28 @@ def validate_prefetch(plan: PipelinePlan, programs: ProgramSet) -> None:
     row = ("prologue", "steady", "steady", "epilogue")
     for name in dict.fromkeys(row):
         _check_alone(plan, programs.programs[name], f"prefetch, {name}")
-    for name in ("steady", "epilogue"):
-        validate_tails(plan, repeated_schedules(plan, 1), programs.programs[name])
+    for name in (
+        "steady",
+        "epilogue",
+    ):  # gathers, reductions and steps alone (claims 5 and 6): each is but a part
+        checked = CheckedPrograms(plan, repeated_schedules(plan, 1), programs.programs[name])
+        for program in programs.programs[name]:
+            _check_tail(checked, program)
+        for part in checked.parts:
+            check_gathers(checked, part)
+        _check_collectives_agree(checked, steps_each_backward=False)
     # Three mini-batches, in the numbers of the first: the branch alone on 0, then 0 with the branch on 1, 1 with the
     # branch on 2, and 2. A fourth would be another steady part behind one, which these have proven. Without their ends,
     # which every part has proven by itself.
-    bare = [_without_ends(programs.programs[name]) for name in row]
+    bare = [
+        tuple(
+            dataclasses.replace(p, instructions=tuple(i for i in p.instructions if i.kind not in TAIL_ORDER))
+            for p in programs.programs[name]
+        )
+        for name in row
+    ]
     joined = _join(bare, (-1, 0, 1, 2), plan)
     validate_programs(lengthened(plan, 3), repeated_schedules(plan, 3), joined)
-
-
-def _without_ends(programs: Programs) -> Programs:
-    return tuple(
-        dataclasses.replace(p, instructions=tuple(i for i in p.instructions if i.kind not in TAIL_ORDER))
-        for p in programs
-    )
 
 
 def _check_alone(plan: PipelinePlan, programs: Programs, name: str) -> None:

@@ -24,13 +24,12 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
-from gpp_plugin.schedule.event_loop import message_transfers, nominal_durations, run_task_graph
+from gpp_plugin.schedule.event_loop import nominal_durations, run_task_graph
 from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks, stages_behind
 from gpp_plugin.schedule.task_graph import TaskGraph
@@ -45,14 +44,12 @@ def greedy_schedule(
     behind: Mapping[int, StageSchedule],
     *,
     most_in_flight: int | None = None,
-    cluster: Cluster | None = None,
 ) -> StageSchedule:
     """Return the time-optimal order of one stage that holds the fewest micro-batches.
 
     Args:
         behind: the schedules of at least all stages that depend on this one.
         most_in_flight: cap on the micro-batches held; None is none.
-        cluster: links to the successors; without one messages take no time.
 
     Raises:
         ScheduleError: no order under the cap can run with the successors' schedules.
@@ -69,7 +66,7 @@ def greedy_schedule(
     # So it takes F0 F1 B0 F2 B1 B2 and holds two, where GPipe holds three and ends no earlier.
     count = plan.num_micro_batches(stage)
     cap = count if most_in_flight is None else min(most_in_flight, count)
-    evaluator = _Evaluator(on_own_ranks(plan), stage, behind, cluster)
+    evaluator = _Evaluator(on_own_ranks(plan), stage, behind)
     goal = evaluator.running_us([*range(count), *(~m for m in range(count))]) * (1.0 + SLACK)
     order = [0]
     forward, backward = 1, 0
@@ -118,9 +115,7 @@ def _tasks(stage: int, order: Sequence[int]) -> tuple[Task, ...]:
 class _Evaluator:
     """The stage and all behind it as one task graph, run again for every order tried."""
 
-    def __init__(
-        self, plan: PipelinePlan, stage: int, behind: Mapping[int, StageSchedule], cluster: Cluster | None
-    ) -> None:
+    def __init__(self, plan: PipelinePlan, stage: int, behind: Mapping[int, StageSchedule]) -> None:
         # Stages that this one does not send to run alone: without their edges they delay nothing.
         followers = stages_behind(plan)[stage]
         trained = {stage, *(index for index in followers if has_backwards(behind[index]))}
@@ -138,7 +133,6 @@ class _Evaluator:
         ]
         self._graph: TaskGraph = build_task_graph(alone, schedules)
         self._durations = nominal_durations(self._graph)
-        self._transfers = message_transfers(self._graph, cluster)
         self._ranks = plan.stages[stage].data_ranks(0)
         self._count = plan.num_micro_batches(stage)
         self._forwards = {rank: self._graph.orders[rank][: self._count] for rank in self._ranks}
@@ -155,7 +149,7 @@ class _Evaluator:
             self._graph.orders[rank] = nodes
             last.append(nodes[-1])
         try:
-            times = run_task_graph(self._graph, self._durations, transfers=self._transfers, share_links=False)
+            times = run_task_graph(self._graph, self._durations)
         except ScheduleError:
             return float("inf")
         return max(times.end[node] for node in last)

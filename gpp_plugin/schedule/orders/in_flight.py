@@ -14,15 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build import build_stage_schedule
 from gpp_plugin.schedule.messages import check_divisibility
 from gpp_plugin.schedule.orders.stage_order import sinks_first
 from gpp_plugin.schedule.orders.table_2 import compute_in_flight
-
-__all__ = ["compute_in_flight", "in_flight_from_source", "plan_in_flight"]
 
 
 def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
@@ -58,8 +56,15 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
         elif free is not None:
             needed = free.num_in_flight * stage.micro_batch_size
         else:
-            wanted = [_ask(stage, plan.stages[other], samples[other]) for other in outgoing[index]]
-            needed = max([stage.k * stage.micro_batch_size, *wanted])
+            needed = stage.k * stage.micro_batch_size
+            for other in outgoing[index]:
+                size, k_y, b_y = (
+                    stage.micro_batch_size,
+                    plan.stages[other].k,
+                    plan.stages[other].micro_batch_size,
+                )
+                wanted = compute_in_flight(k_x=stage.k, b_x=size, k_y=k_y, b_y=b_y, i_y=samples[other])
+                needed = max(needed, wanted)
         counts[index] = min(-(-needed // stage.micro_batch_size), plan.num_micro_batches(index))
         samples[index] = counts[index] * stage.micro_batch_size
         behind.settle(index, counts[index], free)
@@ -113,15 +118,4 @@ def in_flight_from_source(plan: PipelinePlan) -> tuple[int, ...]:
     return tuple(
         min(1 - (-behind[i] * largest // stage.micro_batch_size), plan.num_micro_batches(i))
         for i, stage in enumerate(plan.stages)
-    )
-
-
-def _ask(stage: Stage, successor: Stage, samples: int) -> int:
-    """Return the samples that a successor with ``samples`` in flight needs of a stage."""
-    return compute_in_flight(
-        k_x=stage.k,
-        b_x=stage.micro_batch_size,
-        k_y=successor.k,
-        b_y=successor.micro_batch_size,
-        i_y=samples,
     )

@@ -83,7 +83,8 @@ def zero_bubble_schedules(
         for counts in (limits, [min(pair) for pair in zip(plan_in_flight(plan), limits, strict=True)])
     ]
     if any(edge.message_us or edge.gradient_us for edge in plan.edges):
-        orders.append(zero_bubble_schedules(without_delays(plan), wanted, others))
+        edges = tuple(dataclasses.replace(edge, message_us=0.0, gradient_us=0.0) for edge in plan.edges)
+        orders.append(zero_bubble_schedules(dataclasses.replace(plan, edges=edges), wanted, others))
     for fixed in orders:
         run = _ListRun(timed, (), {**others, **fixed})
         try:
@@ -93,12 +94,6 @@ def zero_bubble_schedules(
         if run.ended_us < best.ended_us * (1.0 - 1e-9):
             best = run
     return {index: _schedule_of(index, best.orders[index]) for index in wanted}
-
-
-def without_delays(plan: PipelinePlan) -> PipelinePlan:
-    """Return the plan with messages that orders take to be free."""
-    edges = tuple(dataclasses.replace(edge, message_us=0.0, gradient_us=0.0) for edge in plan.edges)
-    return dataclasses.replace(plan, edges=edges)
 
 
 def _delayed_1f1b(plan: PipelinePlan, stage: int, count: int) -> StageSchedule:
@@ -154,10 +149,6 @@ class _Arrivals:
     due_us: list[float] = field(default_factory=list)
     arrived: int = 0
 
-    def has(self, end: int) -> bool:
-        """Return whether what a task takes of samples up to ``end`` is there."""
-        return self.arrived * self.state.size >= _needed(end, self.group)
-
 
 @dataclass(slots=True, kw_only=True)
 class _State:
@@ -195,6 +186,12 @@ class _State:
     running: TaskKind | None = None
     ends_us: float = 0.0
 
+    def can_run(self, *, is_forward: bool) -> bool:
+        """Return whether there is a forward, or a backward, left whose messages have all arrived."""
+        done, most = (self.forwards, self.count) if is_forward else (self.backwards, self.forwards)
+        needs, end = self.inputs if is_forward else self.gradients, (done + 1) * self.size
+        return done < most and all(a.arrived * a.state.size >= _needed(end, a.group) for a in needs)
+
 
 class _ListRun:
     """One simulation under one policy; `orders` are the tasks each stage ran, `ended_us` when the last one ended."""
@@ -210,8 +207,7 @@ class _ListRun:
     ) -> None:
         # Each stage is a state machine that runs its forwards in order, its input gradients in order and its weight
         # gradients in order; only which kind comes next is open. So three counts say how far it is, and whether a
-        # task may start is a comparison of counts with those of the stages that send to it (`_has_inputs`,
-        # `_has_gradients`):
+        # task may start is a comparison of counts with those of the stages that send to it (`_State.can_run`):
         #
         #     stage 0  forwards 3, backwards 1        stage 1's F2 needs ``forwards >= 3`` of stage 0: it may start
         #     stage 1  forwards 2, backwards 1        stage 0's I1 needs ``backwards >= 2`` of stage 1: it waits
@@ -330,7 +326,7 @@ class _ListRun:
         #
         # With patience a stage that could only run W waits instead, if an I or F will be there before so much of W's
         # time has passed: the W would delay what the others wait for.
-        may_forward, may_backward = _has_inputs(state), _has_gradients(state)
+        may_forward, may_backward = state.can_run(is_forward=True), state.can_run(is_forward=False)
         is_full = state.forwards - state.weights >= state.limit
         if not state.is_split:  # no stage waits for its backwards
             if may_forward and not is_full:
@@ -355,11 +351,9 @@ class _ListRun:
         if state.next_in_order == len(state.order):
             return None
         kind = state.order[state.next_in_order][0]
-        if kind is _F:
-            can_run = _has_inputs(state) and (state.is_trained or _is_released(state))
-        else:
-            can_run = kind is _W or _has_gradients(state)
-        if not can_run:
+        if kind is not _W and not state.can_run(is_forward=kind is _F):
+            return None
+        if kind is _F and not (state.is_trained or _is_released(state)):
             return None
         state.next_in_order += 1
         return kind
@@ -373,20 +367,6 @@ class _ListRun:
             end = (state.backwards + 1) * state.size
             arrival = min(arrival, _ready_us(state.gradients, end, is_forward=False))
         return arrival
-
-
-def _has_inputs(state: _State) -> bool:
-    if state.forwards >= state.count:
-        return False
-    end = (state.forwards + 1) * state.size
-    return all(arrivals.has(end) for arrivals in state.inputs)
-
-
-def _has_gradients(state: _State) -> bool:
-    if state.backwards >= state.forwards:
-        return False
-    end = (state.backwards + 1) * state.size
-    return all(arrivals.has(end) for arrivals in state.gradients)
 
 
 def _is_released(state: _State) -> bool:

@@ -724,17 +724,23 @@ class RankJob:
 
 
 def record_rank(
-    num_ranks: int, rank: int, work: Callable[[FakeCuda], None], *, is_bound: bool = False
+    num_ranks: int,
+    rank: int,
+    work: Callable[[FakeCuda], None],
+    *,
+    is_bound: bool = False,
+    told: dict[tuple[int, int, int], Tensor] | None = None,
 ) -> tuple[FakeCuda, list[Any]]:
     """Return the device of one rank with what ``work`` asks of it, and the groups that it makes.
 
     Args:
         is_bound: the default group is bound to the device.
+        told: as of `FakeDistributed`.
     """
     HERE.instruction = None  # where a job before failed
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
-    fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
+    fake = FakeDistributed(cuda, num_ranks, told={} if told is None else told, is_bound=is_bound)
     polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
     with (
         torch.random.fork_rng(devices=[]),
@@ -795,9 +801,9 @@ def record(run: Run, programs: Programs | None = None) -> Recorded:
 
 def record_ranks(num_ranks: int, work: Callable[[FakeCuda], Any], *, is_bound: bool = False) -> Recorded:
     """Return what ranks do that all run ``work``; arguments as of `record_rank`."""
-    cudas, made = zip(
-        *(record_rank(num_ranks, rank, work, is_bound=is_bound) for rank in range(num_ranks)), strict=True
-    )
+    told: dict[tuple[int, int, int], Tensor] = {}
+    ranks = [record_rank(num_ranks, rank, work, is_bound=is_bound, told=told) for rank in range(num_ranks)]
+    cudas, made = zip(*ranks, strict=True)
     assert all(groups == made[0] for groups in made), SAME_GROUPS
     return Recorded(
         tuple(tuple(cuda.tape.operations) for cuda in cudas), tuple(cuda.memory for cuda in cudas)

@@ -1,8 +1,7 @@
 """Captures of equal models, made once by ranks that live on: a hundred jobs capture the same few small models.
 
 What is captured depends on all that a model has but the values of its weights, on the batch and on the options. All of it
-is the key, as pickled bytes: of a parameter or buffer the shape, type and place among the others, of other tensors the
-numbers. What cannot be pickled is captured anew each time. So is what is kept of the model itself: modules that run as they
+is the key, as pickled bytes: of a parameter the shape, type and place among the others, of other tensors the numbers too. What cannot be pickled is captured anew each time. So is what is kept of the model itself: modules that run as they
 are, state that a forward leaves behind.
 """
 
@@ -25,7 +24,7 @@ from gpp_plugin.model.graph import captured_part
 
 OWN_TESTS = "tests/capture/"
 _made: dict[bytes, tuple[list[Any], CapturedGraph]] = {}
-"""By key: the forwards that were traced, by whose identity they are told apart, and the capture."""
+"""By key: the forwards that were traced, which live on so that none gets the identity of another, and the capture."""
 
 
 class _KeyPickler(pickle.Pickler):
@@ -33,18 +32,20 @@ class _KeyPickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, model: nn.Module) -> None:
         super().__init__(file)
-        held = (*model.parameters(), *model.buffers())
-        self._held = {id(tensor): number for number, tensor in enumerate(held)}
+        held = [*model.parameters(), *model.buffers()]
+        self._numbers = {id(tensor): number for number, tensor in enumerate(held)}
 
     def persistent_id(self, value: Any) -> Any:
         if isinstance(value, captured_part.CapturedPart):  # asked how it calls the model
             return type(value), value.stage, value._called, value._links is None
         if not isinstance(value, Tensor):
             return None
-        facts = (tuple(value.shape), value.stride(), str(value.dtype), str(value.device), value.requires_grad)
-        number = self._held.get(id(value))
-        if number is not None or value.is_meta:
-            return (type(value).__qualname__, number, *facts)
+        facts = (
+            *(type(value).__qualname__, self._numbers.get(id(value)), tuple(value.shape), value.stride()),
+            *(str(value.dtype), str(value.device), value.requires_grad),
+        )
+        if isinstance(value, nn.Parameter) or value.is_meta:
+            return facts
         return (*facts, value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
 
 
@@ -54,24 +55,32 @@ def share_captures() -> None:
         setattr(captured_part, name, functools.partial(_shared, getattr(captured_part, name)))
 
 
+def key_of(model: nn.Module, *options: Any) -> bytes | None:
+    """Return what is the same for captures that are; None where a capture is not to be shared."""
+    if os.environ.get("PYTEST_CURRENT_TEST", "").startswith(OWN_TESTS) or any(GLOBAL_HOOKS.values()):
+        return None
+    forwards = [id(type(module).forward) for module in model.modules()]  # one may be patched
+    key = io.BytesIO()
+    try:
+        _KeyPickler(key, model).dump(
+            (model, forwards, torch.get_default_dtype(), torch.is_grad_enabled(), *options)
+        )
+    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
+        return None
+    return key.getvalue()
+
+
 def _shared(
     make: Callable[..., CapturedGraph], model: nn.Module, *args: Any, **options: Any
 ) -> CapturedGraph:
-    key, forwards = io.BytesIO(), [type(module).forward for module in model.modules()]
-    facts = make.__name__, [*map(id, forwards)], torch.get_default_dtype(), torch.is_grad_enabled()
-    is_apart = os.environ.get("PYTEST_CURRENT_TEST", "").startswith(OWN_TESTS) or any(GLOBAL_HOOKS.values())
-    try:
-        if is_apart or options.get("exported") is not None:
-            raise pickle.PicklingError
-        _KeyPickler(key, model).dump((facts, model, args, options))
-    except (pickle.PicklingError, TypeError, AttributeError, RuntimeError):
-        return make(model, *args, **options)
-    if key.getvalue() in _made:
-        return _copied(_made[key.getvalue()][1])
+    key = None if options.get("exported") is not None else key_of(model, make.__name__, args, options)
+    if key in _made:
+        return _copied(_made[key][1])
     before = torch.get_rng_state()
     found = make(model, *args, **options)
-    if not (found.analysis.eager or found.analysis.carried) and torch.equal(before, torch.get_rng_state()):
-        _made[key.getvalue()] = forwards, _copied(found)
+    is_of_model = found.analysis.eager or found.analysis.carried
+    if key is not None and not is_of_model and torch.equal(before, torch.get_rng_state()):
+        _made[key] = [type(module).forward for module in model.modules()], _copied(found)
     return found
 
 

@@ -173,6 +173,8 @@ def use_kernels() -> None:
 def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answers: Any) -> None:
     from deepspeed.accelerator import get_accelerator
 
+    from tests.shared_captures import share_captures
+
     use_kernels()
     os.environ.update(
         RANK=str(rank),
@@ -184,6 +186,7 @@ def _serve(rank: int, num_ranks: int, port: int, is_kept: bool, tasks: Any, answ
         OMP_NUM_THREADS="1",
     )
     if is_kept:
+        share_captures()
         answers.put((rank, *_answer(_join, ())))
     while True:
         function, args, os.environ["PYTEST_CURRENT_TEST"] = tasks.get()

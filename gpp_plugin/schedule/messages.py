@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -235,43 +235,52 @@ def message_bytes(plan: PipelinePlan, message: Message) -> float:
     return share * count(edge, message.samples.num_samples, message.has_whole_tensors)
 
 
-def under_way_bytes(plan: PipelinePlan, program: RankProgram) -> int:
-    """Return the most that messages of one stage's program hold beside what its tasks keep, on a CUDA device.
+def under_way_bytes(plan: PipelinePlan, programs: Sequence[RankProgram]) -> int:
+    """Return the most that messages of one stage hold beside what its tasks keep, on a CUDA device.
 
     Sent ones until they are waited for (`most_sends`), as a host that runs ahead finds none of them done; buffers of
     received ones from when they are made, `PREFETCHED_BUFFERS` receives before their place, until a task reads them.
+
+    Args:
+        programs: of the stage, one behind the other. What one leaves is the next one's, which counts micro-batches from
+            the next mini-batch where it is the same one again.
     """
     # The last stage of a chain, micro-batches of 10 MB there and back. Buffers are made two receives ahead:
     #
     #     receive 0   made 0 1 2 30     F0  read 0  20
     #     receive 1   made 3     30     B0          20     send 0  30    at most two sends are under way
     #     receive 2   made 4     40     F1  read 1  30 ...
-    received = [m for m in program.messages(InstructionKind.RECEIVE) if not m.is_local_transfer]
-    sizes = [message_bytes(plan, message) for message in received]
     unread: defaultdict[tuple[bool, int, int | None], float] = defaultdict(float)
-    for each, size in zip(received, sizes, strict=True):
-        unread[each.direction is Direction.ACTIVATION, each.dst_micro_batch, each.dst_half] += size
-    limit = most_sends(program, in_flight=plan.stages[program.stage].in_flight)
     sent: deque[float] = deque()
     held = most = 0.0
-    num_made, num_posted = 0, 0
-    for instruction in program.instructions:
-        task, message = instruction.task, instruction.message
-        if task is not None and task.kind is not TaskKind.WEIGHT_GRADIENT:
-            for half in {None, task.half}:  # what several tasks read is waited for by the first one
-                held -= unread.pop((task.kind is TaskKind.FORWARD, task.micro_batch, half), 0.0)
-        if message is None or message.is_local_transfer:
-            continue
-        if instruction.kind is InstructionKind.RECEIVE:
-            num_posted += 1
-            held += sum(sizes[num_made : num_posted + PREFETCHED_BUFFERS])
-            num_made = num_posted + PREFETCHED_BUFFERS
-        else:
-            sent.append(message_bytes(plan, message))
-            held += sent[-1]
-        most = max(most, held)
-        while len(sent) > limit:
-            held -= sent.popleft()
+    for before, program in zip((None, *programs), programs, strict=False):
+        if program is before:
+            count = plan.num_micro_batches(program.stage)
+            left = {(kind, micro_batch - count, half): n for (kind, micro_batch, half), n in unread.items()}
+            unread = defaultdict(float, left)
+        received = [m for m in program.messages(InstructionKind.RECEIVE) if not m.is_local_transfer]
+        sizes = [message_bytes(plan, message) for message in received]
+        for each, size in zip(received, sizes, strict=True):
+            unread[each.direction is Direction.ACTIVATION, each.dst_micro_batch, each.dst_half] += size
+        limit = most_sends(program, in_flight=plan.stages[program.stage].in_flight)
+        num_made, num_posted = 0, 0
+        for instruction in program.instructions:
+            task, message = instruction.task, instruction.message
+            if task is not None and task.kind is not TaskKind.WEIGHT_GRADIENT:
+                for half in {None, task.half}:  # what several tasks read is waited for by the first one
+                    held -= unread.pop((task.kind is TaskKind.FORWARD, task.micro_batch, half), 0.0)
+            if message is None or message.is_local_transfer:
+                continue
+            if instruction.kind is InstructionKind.RECEIVE:
+                num_posted += 1
+                held += sum(sizes[num_made : num_posted + PREFETCHED_BUFFERS])
+                num_made = num_posted + PREFETCHED_BUFFERS
+            else:
+                sent.append(message_bytes(plan, message))
+                held += sent[-1]
+            most = max(most, held)
+            while len(sent) > limit:
+                held -= sent.popleft()
     return round(most)
 
 

@@ -3,8 +3,8 @@
     python -m tests.mutants.draw --seed 31 --each 9
 
 Changes of operators, comparisons, numbers, arguments and conditions are mutmut's; those that pipelines ask for are here: a
-statement left out, ``max`` for ``min``, ``sum`` for ``max``. A change that only alters a
-text is not drawn, nor one that any call would fail by.
+statement left out, ``max`` for ``min``, ``sum`` for ``max``. A change that only alters a text is not drawn, nor one that
+any call would fail by. mutmut comes with ``make install``: it is of the extra ``dev``.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "plan/choose_schedule.py",
     ),
     "lowering": (
-        "schedule/lower.py", "schedule/messages.py", "schedule/lower.py", "schedule/gathers.py",
-        "schedule/gathers.py", "schedule/program_sets.py", "schedule/build_graph.py", "schedule/build_graph.py",
+        "schedule/lower.py", "schedule/messages.py", "schedule/gathers.py", "schedule/program_sets.py",
         "schedule/build*.py", "schedule/orders/*",
     ),
     "validators": ("schedule/checks/*", "plan/validate_plan.py", "plan/request.py"),

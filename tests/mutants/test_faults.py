@@ -20,6 +20,14 @@ def test_every_fault_of_the_list_has_its_place() -> None:
     assert len(faults) >= 120 and min(layers.values()) >= 8, layers
 
 
+def test_a_fault_of_every_layer_is_drawn() -> None:
+    drawing = pytest.importorskip("tests.mutants.draw", reason="needs mutmut", exc_type=ImportError)
+    drawn = drawing.draw(seed=1, each=1)
+    assert [fault.layer for fault in drawn] == list(drawing.LAYERS)
+    for fault in drawn:
+        place_of(fault)
+
+
 def test_what_tests_reach_is_measured_first_or_taken_from_a_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

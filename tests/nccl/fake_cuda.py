@@ -246,6 +246,12 @@ def recorded_cuda(cuda: FakeCuda) -> Iterator[None]:
         if block is not None:
             block.named.add(stream.number)
 
+    wrap = Tensor._make_wrapper_subclass
+
+    def wrapped(*args: Any, device: Any = None, **given: Any) -> Tensor:
+        # torch guards the device that a tensor names in many of its calls, and this one has none
+        return wrap(*args, device=_real(device), **given)
+
     begin = saved_tensors_hooks.__init__
 
     def hooked(self: saved_tensors_hooks, pack: Any, unpack: Any) -> None:
@@ -258,6 +264,7 @@ def recorded_cuda(cuda: FakeCuda) -> Iterator[None]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", resized))
         stack.enter_context(mock.patch.object(Tensor, "record_stream", named))
+        stack.enter_context(mock.patch.object(Tensor, "_make_wrapper_subclass", wrapped))
         stack.enter_context(cuda)
         stack.enter_context(cuda.memory)
         yield

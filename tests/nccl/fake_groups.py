@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -219,10 +220,20 @@ class FakeDistributed:
 
     Args:
         is_bound: the default group is bound to the rank's device.
+        told: what ranks that were recorded before brought to collectives of the host, by group, number and rank.
     """
 
-    def __init__(self, cuda: FakeCuda, num_ranks: int, *, is_bound: bool = False) -> None:
+    def __init__(
+        self,
+        cuda: FakeCuda,
+        num_ranks: int,
+        *,
+        told: dict[tuple[int, int, int], Tensor],
+        is_bound: bool = False,
+    ) -> None:
         self._cuda = cuda
+        self._told = told
+        self._num_told: Counter[int] = Counter()
         self._num_ranks = num_ranks
         self._num_groups = 0
         self._is_bound = is_bound
@@ -283,7 +294,10 @@ class FakeDistributed:
     def _collective(
         self, name: str, *args: Any, group: Any = None, async_op: bool = False, **given: Any
     ) -> Any:
-        """Write a collective down, and let its tensors hold numbers as if all ranks had this one's."""
+        """Write a collective down, and let its tensors hold numbers as if all ranks had this one's.
+
+        Objects, which hosts exchange, are those of the ranks that were recorded before this one.
+        """
         found, tensors = (
             self._group(group),
             [
@@ -309,7 +323,23 @@ class FakeDistributed:
                 _fill(reads[0].detach(), [t.detach() for t in writes], found.rank())
             for tensor in writes if is_sum else ():
                 tensor.detach().mul_(found.size())
+            if name in ("all_gather", "gather", "broadcast") and not self._cuda.memory.is_device(
+                (*reads, *writes)[0]
+            ):
+                sources = [found.ranks.index(given["src"])] if name == "broadcast" else range(found.size())
+                self._hear(found, reads, dict(zip(sources, writes, strict=False)))
         return work
+
+    def _hear(self, group: FakeGroup, brought: Sequence[Tensor], places: Mapping[int, Tensor]) -> None:
+        """Take note of what this rank brings, and write what others have brought to their places."""
+        number = self._num_told[group._number] = self._num_told[group._number] + 1
+        for tensor in brought[:1]:
+            self._told[group._number, number, group.rank()] = tensor.clone()
+        for rank, target in places.items():
+            told = self._told.get((group._number, number, rank))
+            if told is not None:
+                count = min(told.numel(), target.numel())
+                target.view(-1)[:count] = told.view(-1)[:count]
 
     def attributes(self) -> dict[str, Any]:
         """Return what `torch.distributed` is while the rank is recorded."""
@@ -335,7 +365,8 @@ class FakeDistributed:
 
 
 _ONE_OUT = (
-    "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single"
+    "all_gather", "all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single",
+    "all_to_all_single",
 )  # fmt: skip
 """Collectives that take what they write, then what they read."""
 _COLLECTIVES = ("all_reduce", "broadcast", "gather", "barrier", "monitored_barrier", *_ONE_OUT)
@@ -345,10 +376,9 @@ def _fill(own: Tensor, others: list[Tensor], position: int) -> None:
     """Write what ranks would bring that all have ``own``: whole to each tensor, piece by piece to a larger one."""
     own = own.clone()  # it may be a part of what is written
     for target in others:
-        if target.numel() == own.numel():
-            target.view(-1).copy_(own.view(-1))
-        elif target.numel() > own.numel():
-            target.view(-1, own.numel()).copy_(own.view(1, -1))
+        if target.numel() >= own.numel():
+            times = -(-target.numel() // max(own.numel(), 1))
+            target.view(-1).copy_(own.view(-1).repeat(times)[: target.numel()])
         else:
             target.view(-1).copy_(own.view(-1, target.numel())[position])
 

@@ -7,8 +7,9 @@ tensors in gloo's hands. What belongs to no block is the host's own, in its orde
     operator      reads its tensors and writes its results, and what its schema says that it writes, on the current stream
     view          touches nothing
     new storage   is a block of the current stream: writing begins at once, as the memory may have been used before
-    letting go    of a storage is a write by the stream that allocated it, at this point of the host's order: whatever is
-                  launched there next may get the memory. Streams that `record_stream` named are waited for
+    letting go    of a storage is a write by the stream that allocated it, or by the host, at this point of the host's
+                  order: whatever is launched there next may get the memory. Streams that `record_stream` named are
+                  waited for
     copy          from pinned memory, or to it with ``non_blocking``, is the stream's; from or to other host memory, the
                   host waits. Pinned memory is never let go of too early: torch's allocator waits for the copies
     host read     of a number (``item``, ``nonzero``, a mask as index): the host waits
@@ -157,9 +158,9 @@ class Memory(TorchDispatchMode):
         return self._blocks.get(tensor.untyped_storage()._cdata)
 
     def is_device(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on the device."""
+        """Return whether a tensor is on the device; one of the package's that wraps others is."""
         found = self.block(tensor)
-        return found is not None and found.stream != HOST
+        return _is_wrapper(type(tensor)) if found is None else found.stream != HOST
 
     def allocate(self, tensor: Tensor, *, what: str = "allocated") -> None:
         """Let the current stream have allocated the storage of a tensor."""
@@ -190,8 +191,8 @@ class Memory(TorchDispatchMode):
         self._blocks[key] = block
 
     def _end(self, block: Block) -> None:
-        """Let go of a block: the stream that allocated it may write there from now on."""
-        if block.stream != HOST:
+        """Let go of a block: the stream that allocated it, or the host, may write there from now on."""
+        if not block.is_pinned:
             self._note(block, block.stream, 0, 1 << 62, True, LET_GO, None)
         block.ref = None
 
@@ -276,7 +277,7 @@ class Memory(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        wrapper: Any = next((kind for kind in types if kind.__module__.startswith("gpp_plugin")), None)
+        wrapper: Any = next(filter(_is_wrapper, types), None)
         if wrapper is not None:  # whose own operators come here
             with self._outer, self:
                 return wrapper.__torch_dispatch__(func, types, args, kwargs)
@@ -383,6 +384,10 @@ def _effect(func: Any) -> _Effect:
         is_index=name in ("index", "index_put", "index_put_"),
         is_random=torch.Tag.nondeterministic_seeded in func.tags,
     )
+
+
+def _is_wrapper(kind: type) -> bool:
+    return kind.__module__.startswith("gpp_plugin")
 
 
 def _has_mask(args: Any) -> bool:

@@ -25,8 +25,10 @@ import inspect
 import random
 import sys
 import textwrap
+import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from unittest import mock
 
 import torch
@@ -34,13 +36,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
+from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.generation.micro_batches import ReplicaLink
-from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
+from gpp_plugin.model.generation.generator import GeneratedModel, Generator
+from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.input_rows import InputLink
 from gpp_plugin.runtime.messages import transport
+from gpp_plugin.runtime.ranks.agree import Collectives
+from tests.models import build
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues
 from tests.nccl.coverage_counts import everything
 from tests.nccl.fake_cuda import CUDA, FakeCuda
@@ -128,23 +133,72 @@ def _make_megatron(request: TransportRequest) -> Transport:
     return MEGATRON_TRANSPORT.make(request)
 
 
-def _generate(cuda: FakeCuda) -> None:
-    """Make a few tokens on a lane of two ranks: each has a layer; logits are told to both."""
-    group: Any = dist.new_group(None, backend="gloo")
-    position = dist.get_rank()
-    run = ReplicaRun(ReplicaLink(ranks=(0, 1), position=position, group=group, device=CUDA, timeout_s=60.0))
+@contextlib.contextmanager
+def _in_one_order(cuda: FakeCuda) -> Iterator[None]:
+    """Let micro-batches of a generation run on a device in one order: who waits goes on when all wait, the oldest first."""
+    run, waiting = Turns.run, Turns.waiting
+    waiters: deque[int] = deque()
 
-    def of(holder: int, value: Tensor) -> StageTensor:
-        return StageTensor(value if position == holder else value.to("meta"), (holder,), run)
+    def run_on_device(turns: Turns, calls: Sequence[Callable[[], Any]]) -> Any:
+        def within(call: Callable[[], Any]) -> Any:
+            with cuda, cuda.memory:  # which are of a thread
+                return call()
 
-    weights = [of(holder, torch.full((4, 4), 0.5, device=CUDA)) for holder in (0, 1)]
-    for _ in range(3):
-        hidden = of(0, torch.ones(2, 4, device=CUDA))
-        for weight in weights:
-            hidden = torch.tanh(hidden @ weight)
-        logits = run.broadcast(hidden)
-        cuda.memory.numbers.append(logits.argmax(-1))
-    run.link.finish()
+        return run(turns, [functools.partial(within, call) for call in calls])
+
+    @contextlib.contextmanager
+    def wait_for_turn(turns: Turns, number: int) -> Iterator[None]:
+        with waiting(turns, number):
+            with turns._changed:
+                waiters.append(number)
+                turns._changed.wait_for(
+                    lambda: turns._is_abandoned or (not turns._ready and waiters[0] == number)
+                )
+            yield
+        waiters.popleft()
+
+    with mock.patch.multiple(Turns, run=run_on_device, waiting=wait_for_turn):
+        yield
+
+
+def _generate(cache: Literal["data", "sequence"], micro_batches: int) -> Recorded:
+    """Generate twice on two replicas of two stages; the second time links and groups are there."""
+    model: Any = build("gpt2", layers=2)[0]
+    names = [name for name, _ in model.named_parameters()]
+    last = [name for name in names if ".h.1." in name or ".ln_f." in name or name.endswith("wte.weight")]
+    held = [[name for name in names if name not in last or name.endswith("wte.weight")], last]
+    prompts = torch.arange(20).view(4, 5)
+
+    def work(cuda: FakeCuda) -> None:
+        group: Any = dist.new_group(None, backend="gloo")
+        own = held[dist.get_rank() // 2]
+        live = {name: p.detach().to(CUDA) for name, p in model.named_parameters() if name in own}
+        buffers = {name: buffer.to(CUDA) for name, buffer in model.named_buffers()}
+        generated = GeneratedModel(
+            module=model,
+            held=held,
+            names={"lm_head.weight": "transformer.wte.weight"},
+            live=lambda: live,
+            buffers=lambda: buffers,
+        )
+        setting: Any = types.SimpleNamespace(
+            rank=dist.get_rank(), num_ranks=4, device=CUDA, dtype=torch.float32, group=group,
+            placement=types.SimpleNamespace(backend="nccl"),
+        )  # fmt: skip
+        generator = Generator(
+            generated,
+            plan=_twins(0).plan,
+            config=GenerateConfig(cache=cache, micro_batches=micro_batches),
+            setting=setting,
+            collectives=Collectives(group=group, who="", timeout_s=60.0),
+            free_bytes=lambda: None,
+        )
+        with _in_one_order(cuda):
+            for length in (5, 3):
+                arguments = {"input_ids": prompts[:, :length], "max_new_tokens": 3, "pad_token_id": 0}
+                cuda.memory.numbers.append(generator.generate({**arguments, "eos_token_id": None}))
+
+    return record_ranks(4, work)
 
 
 def _alone(work: Callable[[FakeCuda], None]) -> Recorded:
@@ -177,7 +231,8 @@ JOBS: dict[str, Callable[[], Recorded]] = {
         4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
     ),
     "tensor": lambda: record(everything(Run(plan=_tensor_plan(), computes=True))),
-    "generation": lambda: record_ranks(2, _generate),
+    "generation": lambda: _generate("data", 2),
+    "generation of cut caches": lambda: _generate("sequence", 1),
     "rows": lambda: _alone(_leave_rows),
     "swap": lambda: _captured(plan_swap),
     "swap and recompute": lambda: _captured(lambda stage: plan_both(stage, 1)),
@@ -193,6 +248,8 @@ _NCCL = "runtime.messages.transport"
 _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.input_rows"
 _STORE = "engine.gradient_store"
+_SAVE = "engine.checkpoints.save_checkpoint"
+_LINKS = "model.generation.micro_batches:ReplicaLink"
 
 FAULTS = (
     # messages: waits, and what is kept until it has been sent
@@ -274,11 +331,21 @@ FAULTS = (
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),
     Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),
     Fault("runtime.messages.transport:GlooTransport.bind_send", "t.cpu()", "t.to('cpu', non_blocking=True)", job="staged"),
-    Fault("model.generation.micro_batches:ReplicaLink._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
-    Fault("model.generation.micro_batches:ReplicaLink._receive", "self._wait(dist", "(dist", job="generation"),
+    Fault(f"{_LINKS}._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
+    Fault(f"{_LINKS}._receive", "self._wait(dist", "(dist", job="generation"),
     Fault("model.generation.stage_tensors:ReplicaRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
-    Fault("engine.checkpoints.save_checkpoint:FileContents.copied", "copy=True", "copy=True, non_blocking=True"),
-    Fault("engine.checkpoints.save_checkpoint:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()"),
+    Fault(f"{_LINKS}._finish_all_but", "self._wait(self._sends[0][0])", "pass", job="generation"),
+    Fault(f"{_LINKS}._finish_all_but", "self._sends[0][0])\n        self._sends.popleft()", "self._sends.popleft()[0])", job="generation"),
+    Fault(f"{_LINKS}.finish", "self._finish_all_but(0)", "pass", job="generation"),
+    Fault("model.generation.generator:Generator._attempt", "link.finish()", "pass", job="generation of cut caches"),
+    Fault("model.generation.generator:Generator._make_links", 'make_group(ranks, "gloo") for', 'None if setting.rank not in ranks else make_group(ranks, "gloo") for', job="generation"),
+    Fault("model.generation.cache_peers:CachePeers.swap", "self._wait(", "_wait = lambda *given: None; _wait(", job="generation of cut caches"),
+    Fault("model.generation.cache_peers:CachePeers.any", "self._wait(", "_wait = lambda *given: None; _wait(", job="generation of cut caches"),
+    Fault(f"{_SAVE}:FileContents.copied", "copy=True", "copy=True, non_blocking=True"),
+    Fault(f"{_SAVE}:FileContents.copied", 'tensor.detach().to("cpu", copy=True)', "tensor.detach()"),
+    Fault(f"{_SAVE}:FileContents.copied", "copy=True", "copy=True, non_blocking=True", job="windows"),
+    Fault(f"{_SAVE}:BackgroundSave.begin", "contents.copied()", "contents", job="windows"),
+    Fault("engine.sharded_weights:_Sharded.begin_reading", "all_gather(", "begin_all_gather(", job="ZeRO 3"),
     # messages of megatron-core's communicators
     Fault("integrations.megatron.p2p:MegatronTransport.bind_send", "Posted(list(handles.values()), place, tensors)", "Posted(list(handles.values()), place, ())", job="megatron"),
     Fault("integrations.megatron.p2p:MegatronTransport.bind_receive", "Posted(list(handles.values()), place, buffers)", "Posted([], place, buffers)", job="megatron"),

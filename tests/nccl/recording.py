@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import tempfile
 import types
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.save_checkpoint import FileContents, rank_files
+from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, FileContents, save_checkpoint
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
@@ -276,6 +277,20 @@ _ROWS = {
     for name in ("cast", "pinned")
 }
 
+
+class WrittenLater(BackgroundSave):
+    """A save behind the training whose thread does nothing: who records reads what it would, at once and at the end."""
+
+    copies: Mapping[str, FileContents] = types.MappingProxyType({})
+
+    def begin(self, prepared: Any, rank: int, num_ranks: int) -> None:
+        super().begin(prepared, rank, num_ranks)
+        self.copies = prepared.files.files
+
+    def _run(self, prepared: Any, rank: int, num_ranks: int) -> None:
+        pass
+
+
 # ---- a rank's job ------------------------------------------------------------------------------------------
 
 
@@ -382,7 +397,7 @@ class RankJob:
         self._kept: dict[int, dict[int, list[Tensor]]] = {stage: {} for stage in self._stages}
         self._real = None
         self._computes: dict[int, AutogradCompute] = {}
-        self._saved: list[FileContents] = []
+        self._saved = WrittenLater(timeout_s=60.0)
         if run.computes:
             self._real = ComputingStages(
                 plan,
@@ -416,6 +431,7 @@ class RankJob:
             with self._cuda.memory.off(), self._real.engine.gathered():
                 weights = [p for stage in self._real.engine.stages for p in stage.module.parameters()]
                 self._cuda.memory.numbers += [weight.detach().clone() for weight in weights]
+            self._saved.wait(self._real.engine.stages[0])
         self._cuda.memory.numbers += self._read_saved()
 
     def _run_all(self) -> None:
@@ -445,13 +461,17 @@ class RankJob:
     def _save(self) -> None:
         """Copy what is saved; the thread that writes it reads it at once, or when training has changed all of it."""
         if self._real is not None:
-            with self._real.engine.gathered():
-                files = rank_files(self._real.engine.stages, None).files.values()
-                self._saved = [contents.copied() for contents in files]
+            stages = self._real.engine.stages
+            for stage in stages:
+                stage.update.adopt_written()
+            with tempfile.TemporaryDirectory() as folder, self._real.engine.gathered():
+                save_checkpoint(stages, folder, "saved", background=self._saved)
             self._read_saved()
 
     def _read_saved(self) -> list[Tensor]:
-        return [tensor.clone() for contents in self._saved for tensor in contents.tensors.values()]
+        return [
+            tensor.clone() for contents in self._saved.copies.values() for tensor in contents.tensors.values()
+        ]
 
     def _evaluate(self) -> None:
         programs = self._programs.evaluation
@@ -478,17 +498,22 @@ class RankJob:
         parts = {name: [make(own.of_stage(s), name) for s in self._stages] for name in own.programs}
         rank, windows = self._rank_executor(own), own.windows
         assert windows is not None
-        for step in range(count := num_windows(windows) + self._run.steps - 1):
-            (name,) = own.policy.calls[rank.last, False]
-            with self._inputs() as inputs:
-                rank.run(name, parts[name], inputs, record=self._run.record and step == count - 1)
-            if self._real is not None:
-                self._real.engine.end_mini_batch()
-            self._agree_on_loss()
-        drain = own.policy.drains[rank.last]
-        rank.run(drain, parts[drain], [()] * len(self._stages), record=self._run.record)
-        for each in versions.values():
-            each.settle()
+        # a save between two windows drains the pipeline, which is filled anew behind it
+        saved_behind = [windows.first_steady] if self._real is not None else []
+        for count in (*saved_behind, num_windows(windows) + self._run.steps - 1):
+            for step in range(count):
+                (name,) = own.policy.calls[rank.last, False]
+                with self._inputs() as inputs:
+                    rank.run(name, parts[name], inputs, record=self._run.record and step == count - 1)
+                if self._real is not None:
+                    self._real.engine.end_mini_batch()
+                self._agree_on_loss()
+            drain = own.policy.drains[rank.last]
+            rank.run(drain, parts[drain], [()] * len(self._stages), record=self._run.record)
+            for each in versions.values():
+                each.settle()
+            if not self._saved.is_busy:
+                self._save()
         self._evaluate()
 
     def _prefetch(self, programs: ProgramSet) -> None:
@@ -699,17 +724,23 @@ class RankJob:
 
 
 def record_rank(
-    num_ranks: int, rank: int, work: Callable[[FakeCuda], None], *, is_bound: bool = False
+    num_ranks: int,
+    rank: int,
+    work: Callable[[FakeCuda], None],
+    *,
+    is_bound: bool = False,
+    told: dict[tuple[int, int, int], Tensor] | None = None,
 ) -> tuple[FakeCuda, list[Any]]:
     """Return the device of one rank with what ``work`` asks of it, and the groups that it makes.
 
     Args:
         is_bound: the default group is bound to the device.
+        told: as of `FakeDistributed`.
     """
     HERE.instruction = None  # where a job before failed
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
-    fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
+    fake = FakeDistributed(cuda, num_ranks, told={} if told is None else told, is_bound=is_bound)
     polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
     with (
         torch.random.fork_rng(devices=[]),
@@ -770,9 +801,9 @@ def record(run: Run, programs: Programs | None = None) -> Recorded:
 
 def record_ranks(num_ranks: int, work: Callable[[FakeCuda], Any], *, is_bound: bool = False) -> Recorded:
     """Return what ranks do that all run ``work``; arguments as of `record_rank`."""
-    cudas, made = zip(
-        *(record_rank(num_ranks, rank, work, is_bound=is_bound) for rank in range(num_ranks)), strict=True
-    )
+    told: dict[tuple[int, int, int], Tensor] = {}
+    ranks = [record_rank(num_ranks, rank, work, is_bound=is_bound, told=told) for rank in range(num_ranks)]
+    cudas, made = zip(*ranks, strict=True)
     assert all(groups == made[0] for groups in made), SAME_GROUPS
     return Recorded(
         tuple(tuple(cuda.tape.operations) for cuda in cudas), tuple(cuda.memory for cuda in cudas)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -22,6 +24,7 @@ from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from tests.nccl.coverage_counts import Tell
 from tests.nccl.recording import Run, made_up_specs, record_job
 from tests.plan.test_dawnpiper import BOTH, tight_request
+from tests.schedule.test_async import random_async_plan, shared_async_plan
 from tests.tiers import some
 
 
@@ -45,7 +48,7 @@ def as_made_up(plan: PipelinePlan) -> PipelinePlan:
     return dataclasses.replace(plan, edges=edges)
 
 
-def counted(plan: PipelinePlan, forward_only: frozenset[int]) -> dict[int, int]:
+def counted(run: Run) -> dict[int, int]:
     """Return by stage the most that messages of one of its ranks held."""
     found: dict[int, int] = {}
     clear = Mailbox.clear
@@ -62,7 +65,7 @@ def counted(plan: PipelinePlan, forward_only: frozenset[int]) -> dict[int, int]:
         init(self, *args, **given)  # type: ignore[arg-type]
 
     with mock.patch.multiple(Mailbox, clear=note, __init__=remember):
-        record_job(Run(plan=plan, forward_only=forward_only))
+        record_job(run)
     return found
 
 
@@ -77,11 +80,29 @@ def test_what_random_plans_hold_is_predicted(first: int, tell: Tell) -> None:
         if forward_only_stages(plan) != draw.forward_only:
             continue  # drawn as well: its times say otherwise
         predicted = messages_held(plan)
-        for stage, found in counted(plan, draw.forward_only).items():
+        for stage, found in counted(Run(plan=plan, forward_only=draw.forward_only)).items():
             assert found == predicted[stage], (seed, stage)
             compared += found > 0
     tell({"stages": compared})
     assert compared
+
+
+@pytest.mark.parametrize("make", [random_async_plan, shared_async_plan])
+def test_what_windows_hold_is_predicted(make: Callable[[random.Random], PipelinePlan], tell: Tell) -> None:
+    """What a window leaves to the next one is held there too: sends that nobody has waited for, gradients not read yet."""
+    beyond_alone = 0
+    for seed in some(range(14), every=3):
+        plan = as_made_up(make(random.Random(seed)))
+        frozen = forward_only_stages(plan)
+        if any(edge.gradient_tensors and edge.dst in frozen for edge in plan.edges):
+            continue  # drawn as well: no loss sends those gradients
+        predicted = messages_held(plan)
+        deepest = max(stage.in_flight for stage in plan.stages)
+        assert counted(Run(plan=plan, forward_only=frozen, steps=deepest)) == dict(enumerate(predicted)), seed
+        alone = messages_held(dataclasses.replace(plan, mode="sync"))
+        beyond_alone += sum(own > other for own, other in zip(predicted, alone, strict=True))
+    tell({"stages that hold more than a mini-batch by itself": beyond_alone})
+    assert beyond_alone
 
 
 def test_a_plan_without_room_for_messages_is_made_again_with_less() -> None:

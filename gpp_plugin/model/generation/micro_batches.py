@@ -249,8 +249,12 @@ class ReplicaLink:
         Raises:
             CommTimeout: a rank did not come in time, or is gone.
         """
-        while self._sends:
-            self._wait(self._sends.popleft()[0])
+        self._finish_all_but(0)
+
+    def _finish_all_but(self, number: int) -> None:
+        while len(self._sends) > number:
+            self._wait(self._sends[0][0])
+            self._sends.popleft()  # behind the wait: until then it holds what is sent
 
     def hang_up(self) -> None:
         """End every wait of this replica, here and on the other ranks: this rank gives up."""
@@ -274,8 +278,7 @@ class ReplicaLink:
             work = dist.isend(sent, self.ranks[reader], group=self.group, tag=self.micro_batch)
             self._sends.append((work, sent))
             self.sent_bytes += size
-        while len(self._sends) > _MAX_SENDS:
-            self._wait(self._sends.popleft()[0])
+        self._finish_all_but(_MAX_SENDS)
 
     def _receive(self, value: Tensor, source: int) -> Tensor | None:
         size = value.nbytes

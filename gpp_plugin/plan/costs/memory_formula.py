@@ -57,7 +57,9 @@ from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import under_way_bytes
+from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
+from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name, lower_async
 
 # What one of t tensor ranks has of each block: the one formula of times, bytes and sums under tensor parallelism.
 #
@@ -354,15 +356,26 @@ def memory_breakdown(
 def messages_held(plan: PipelinePlan) -> list[int]:
     """Return by stage the most that messages hold on one of its ranks, as the plan's programs run.
 
-    Of an asynchronous plan it is that of a mini-batch by itself, whose pipeline is as full.
+    Of an asynchronous plan until its windows have repeated so often that as much is under way as there ever is, and in
+    the drain behind them. Of a prefetch it is that of a mini-batch by itself.
     """
-    alone = dataclasses.replace(plan, mode="sync")
-    frozen = forward_only_stages(alone)
-    schedules = build_schedules(alone, forward_only_stages=frozen)
+    frozen = forward_only_stages(plan)
+    if plan.mode == "async":
+        programs = lower_async(plan, forward_only_stages=frozen)
+        windows = windows_of(plan)
+        last = windows.first_steady
+        names = [async_name(min(window, last), last) for window in range(1, last + windows.longest + 1)]
+        names.append(async_name(last, last, is_drain=True))
+    else:
+        lowered = lower_schedules(
+            plan, build_schedules(plan, forward_only_stages=frozen), forward_only_stages=frozen
+        )
+        programs, names = ProgramSet(plan=plan, programs={"whole": lowered}, policy=SYNCHRONOUS), ["whole"]
     found = [0] * len(plan.stages)
-    for program in lower_schedules(alone, schedules, forward_only_stages=frozen):
-        for stage in program.stages:
-            found[stage] = max(found[stage], under_way_bytes(alone, program.of_stage(stage)))
+    for index, stage in enumerate(plan.stages):
+        for rank in stage.ranks:
+            own = programs.of_rank(rank).of_stage(index).programs
+            found[index] = max(found[index], under_way_bytes(plan, [own[name] for name in names]))
     return found
 
 

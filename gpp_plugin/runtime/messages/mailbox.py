@@ -223,12 +223,14 @@ class Carry:
 
     Args:
         received: message -> its buffers and what completes them; not read yet.
-        sends: posted, perhaps not gone; ``sends_of`` those of a stage without backwards by micro-batch.
+        sends: posted, perhaps not gone, of ``sent_bytes`` each; ``sends_of`` those of a stage without backwards by
+            micro-batch.
         shift: how many micro-batches came before those that the program names, since nothing was carried.
     """
 
     received: dict[Message, tuple[list[Tensor], Pending]] = field(default_factory=dict)
     sends: deque[Pending] = field(default_factory=deque)
+    sent_bytes: deque[int] = field(default_factory=deque)
     sends_of: dict[int, list[Pending]] = field(default_factory=dict)
     shift: int = 0
 
@@ -236,6 +238,7 @@ class Carry:
         """Release everything."""
         self.received.clear()
         self.sends.clear()
+        self.sent_bytes.clear()
         self.sends_of.clear()
 
     def renumber(self, plan: PipelinePlan, stage: int) -> None:
@@ -342,8 +345,7 @@ class Mailbox:
         self._receives: list[Pending] = [_TAKEN] * len(received)
         self._sends: deque[Pending] = deque()
         # What is under way, in bytes: sent and not waited for; made for receives, less what a task has waited for.
-        # Buffers that are made ahead count from then on, as memory is taken then. ``_sent_bytes`` is of the last ones
-        # of ``_sends``: what a program took over is not counted.
+        # Buffers that are made ahead count from then on, as memory is taken then; so does what was taken over.
         self._sizes = [sum(payload.num_bytes for payload in payloads) for _, payloads in received]
         self._sent_bytes: deque[int] = deque()
         self._sending_bytes = self._read_bytes = 0
@@ -516,8 +518,7 @@ class Mailbox:
         pending = self._sends
         while pending and (len(pending) > self._most_sends or pending[0].is_done()):
             pending.popleft().wait()
-            if len(self._sent_bytes) > len(pending):
-                self._sending_bytes -= self._sent_bytes.popleft()
+            self._sending_bytes -= self._sent_bytes.popleft()
 
     def clear(self) -> None:
         """Release everything."""
@@ -538,9 +539,14 @@ class Mailbox:
         self.shift = carry.shift
         for number, message in enumerate(self._carried):
             self.inbox[number], self._receives[number] = carry.received.pop(message)
+            if not message.is_local_transfer:
+                self._read_bytes -= self._sizes[number]
         self._posted = self._num_carried
         assert not carry.received, "a program reads or passes on all that it is left"
         self._sends.extend(carry.sends)
+        self._sent_bytes.extend(carry.sent_bytes)
+        self._sending_bytes = sum(self._sent_bytes)
+        self._note_bytes()
         self._sends_of.update(carry.sends_of)
         carry.clear()
 
@@ -551,4 +557,5 @@ class Mailbox:
             if number not in is_read:
                 carry.received[message] = self.inbox[number], self._receives[number]
         carry.sends.extend(self._sends)
+        carry.sent_bytes.extend(self._sent_bytes)
         carry.sends_of.update(self._sends_of)

@@ -6,10 +6,8 @@ python -m gpp_benchmarks._compile_ranks SETTINGS_JSON
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from gpp_benchmarks._attention_models import Size, build_family
 from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
 from gpp_benchmarks._linear_stages import starts_nearby
+from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.relative_errors import least_scale, tensor_error
 
@@ -28,8 +27,7 @@ WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
 
 def main() -> None:
     """Train in each way, as often as the settings say, and on rank 0 alone as the model is."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     sizes = {key: settings[key] for key in ("width", "layers", "length")}
     model, make_batch = build_family(settings["model"], Size(samples=MINI_BATCH, **sizes))
     batches = []

@@ -12,13 +12,12 @@ count for no time.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from gpp_benchmarks._lengths_models import FAMILIES, IMAGE_TOKENS, MOST_IMAGES
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
 
 MOST_SECONDS = 3600.0
 SHORTEST = 4 * IMAGE_TOKENS * MOST_IMAGES // 3
@@ -71,13 +70,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _found(settings: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for event in run_ranks(
-        "gpp_benchmarks._lengths_ranks",
-        [json.dumps(settings)],
-        num_ranks=num_ranks,
-        timeout_s=MOST_SECONDS,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    ):
-        found = event["found"]
+    (event,) = bench_ranks("_lengths_ranks", settings, num_ranks=num_ranks, timeout_s=MOST_SECONDS)
+    found: dict[str, Any] = event["found"]
     return found

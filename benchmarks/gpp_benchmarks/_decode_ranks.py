@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.integrations.huggingface.sequence_cache import SequenceLayer, attention
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.model.generation.cache_peers import CachePeers

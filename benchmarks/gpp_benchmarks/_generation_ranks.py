@@ -20,7 +20,7 @@ from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator

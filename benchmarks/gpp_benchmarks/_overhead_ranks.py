@@ -5,6 +5,7 @@ python -m gpp_benchmarks._overhead_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import time
@@ -21,11 +22,12 @@ from torch.nn import functional as F
 
 from gpp_benchmarks._ranks import over_ranks, rank_settings
 from gpp_plugin.capture.export import capture_model
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer, join_ranks
-from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
+from gpp_plugin.integrations.deepspeed.stage_optimizer import DeepSpeedOptimizer
+from gpp_plugin.integrations.deepspeed.stock_engine import PipelinePeer, join_ranks
 from gpp_plugin.ir.block_graph import BlockGraph, OpGraph
 from gpp_plugin.ir.cluster import Cluster, Device, Link
 from gpp_plugin.launch import emit_event
@@ -351,17 +353,17 @@ class OurRuntime:
         names = function.tensors
         tensors = dict(model.named_parameters())
         module = StageModule(tensors={name: tensors[name] for name in names}, parameters=names)
-        self.engine = make_stage_engine(
-            module=module,
-            config={
-                "train_batch_size": size.mini_batch,
-                "train_micro_batch_size_per_gpu": size.micro_batch_size,
-            },
+        config = {
+            "train_batch_size": size.mini_batch,
+            "train_micro_batch_size_per_gpu": size.micro_batch_size,
+        }
+        self.engine = RankEngine(
+            modules=[module],
             plan=self.plan,
             rank=rank,
             groups=StageGroups.create(self.plan, timeout_s=TIMEOUT_S),
-            optimizer=make_optimizer,
-        )
+            make_optimizer=functools.partial(DeepSpeedOptimizer, config=config, optimizer=make_optimizer),
+        ).only
         self.hooks = _Hooks(self.engine)
         self.runner.bind([module], [self.hooks])
 

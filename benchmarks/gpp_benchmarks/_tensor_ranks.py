@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from gpp_benchmarks._ranks import over_ranks, rank_settings
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
-from gpp_plugin.integrations.megatron.stages import gpt_stage, require_megatron
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
+from gpp_plugin.integrations.megatron import gpt_stage, require_megatron
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.graph.stage_graph import StageGraph, make_contexts
 from gpp_plugin.runtime.shard_graph import shard_graph

@@ -23,7 +23,7 @@ from gpp_benchmarks._topology_models import (
     topologies,
 )
 from gpp_benchmarks._topology_steps import Step, deepspeed_step, gpp_step, megatron_step, torch_step
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 
 STEPS = {

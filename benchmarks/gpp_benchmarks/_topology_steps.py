@@ -28,7 +28,7 @@ from gpp_benchmarks._topology_models import (
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer
+from gpp_plugin.integrations.deepspeed.stock_engine import PipelinePeer
 from gpp_plugin.integrations.megatron.p2p import MegatronPeer, PeerModule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph

@@ -42,7 +42,11 @@ from gpp_plugin.integrations.deepspeed.config_values import (
     derive_stage_config,
     read_deepspeed,
 )
-from gpp_plugin.integrations.deepspeed.learning_rates import check_blocks, optimizer_of_whole_weights
+from gpp_plugin.integrations.deepspeed.learning_rates import (
+    LearningRates,
+    StageParameterGroups,
+    optimizer_of_whole_weights,
+)
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes, with_usable_adam
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
     FRAMEWORK,
@@ -369,12 +373,14 @@ class DeepSpeedFramework:
         parameter_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._ds_config = ds_config
-        check_blocks(
-            ds_config,
-            has_optimizer=optimizer is not None,
-            has_scheduler=lr_scheduler is not None,
-            groups=parameter_groups,
-        )
+        if optimizer is None:  # blocks that make none are refused here, before anything is captured
+            LearningRates(
+                StageParameterGroups({}, parameter_groups),
+                optimizer=None,
+                optimizer_block=ds_config.get("optimizer"),
+                scheduler=None,
+                scheduler_block=None if lr_scheduler is not None else ds_config.get("scheduler"),
+            )
         self.optimizer_options: dict[str, Any] = {
             "optimizer": optimizer,
             "lr_scheduler": lr_scheduler,

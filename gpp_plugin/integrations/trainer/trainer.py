@@ -400,7 +400,8 @@ class GraphPipelineTrainer(Trainer):
         """Return loss, outputs and labels of a batch, on every rank."""
         names = [key for key in self._outputs() if key not in (ignore_keys or ())]
         labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
-        has_loss = all(label is not None for label in labels) if labels else self._returns_loss(inputs)
+        returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
+        has_loss = all(label is not None for label in labels) if labels else returns_loss
         batches = iter([dict(inputs)])
         loss: Tensor | None = None
         found: Any = {}
@@ -423,9 +424,6 @@ class GraphPipelineTrainer(Trainer):
         if self._prediction_outputs is not None:
             return self._prediction_outputs
         return ("logits_per_image", "logits_per_text") if self.can_return_loss else ("logits",)
-
-    def _returns_loss(self, inputs: Mapping[str, Any]) -> bool:
-        return bool(inputs.get("return_loss", self.can_return_loss))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from gpp_benchmarks.zoo.plain import PLAIN_MODELS, empty_plain_row
 from gpp_benchmarks.zoo.plain._entry import SAMPLES, PlainModel
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.errors import PlanError
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.relative_errors import loss_difference, relative_error
 from gpp_plugin.runtime.ranks.job_board import close_board

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import enum
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +56,9 @@ REPLACED_KEYS: Mapping[str, str] = _TABLE["replaced"]
 
 REFUSED_OPTIMIZERS: Mapping[str, str] = _TABLE["refused_optimizers"]
 """Lower-case names of optimizers that DeepSpeed has or had, and why stages cannot have them."""
+
+VALUES: Mapping[str, Sequence[Any]] = _TABLE["values"]
+"""Path -> the kind of a value, and for numbers the least and the largest."""
 
 FREE = frozenset(_TABLE["free"])
 """Objects whose keys are names of the user's, or of the class that gets them."""

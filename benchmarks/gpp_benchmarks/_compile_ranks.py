@@ -46,7 +46,9 @@ def main() -> None:
                 copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
             )
             del found["rank"]
-            error, name = _worst(found.pop("gradients"), right)
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, gradient_errors(found.pop("gradients"), right))
+            error, name = worst_of(of_ranks, right)
             if rank == 0:
                 found |= {"gradient_error": error, "worst": name, "rounding": rounding.get(name, 0.0)}
                 compiled = sum(len(stage.compiled) for stage in plan.stages)
@@ -79,13 +81,6 @@ def roundings(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]
         for name, error in gradient_errors({n: g.double() for n, g in plain.items()}, exact).items():
             largest[name] = max(largest.get(name, 0.0), error)
     return largest
-
-
-def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, gradient_errors(own, right))
-    return worst_of(of_ranks, right)
 
 
 def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:

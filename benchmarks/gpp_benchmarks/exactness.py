@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for position, num_ranks in enumerate(args.ranks):
-        share = len(range(position, args.cases, len(args.ranks)))
-        cases = draw_cases(share, seed=args.seed + position * args.cases, delayed_every=args.delayed_every)
-        cases += draw_cases(
-            len(range(position, args.shared, len(args.ranks))),
-            seed=args.seed + position * args.shared,
-            delayed_every=args.delayed_every,
-            shares_ranks=True,
-        )
+        cases: list[Case] = []
+        for count, shares_ranks in ((args.cases, False), (args.shared, True)):
+            cases += draw_cases(
+                len(range(position, count, len(args.ranks))),
+                seed=args.seed + position * count,
+                delayed_every=args.delayed_every,
+                shares_ranks=shares_ranks,
+            )
         results = list(_run(cases, num_ranks))
         rows += _rows(results, num_ranks)
         failures += [f"{num_ranks} ranks: {line}" for line in map(_failure, results) if line]

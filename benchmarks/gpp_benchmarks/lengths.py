@@ -29,13 +29,7 @@ TABLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    names = list(FAMILIES)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=names,
-        help="which (all but gpt2)",
-    )
+    parser.add_argument("--models", nargs="+", choices=list(FAMILIES), help="which (all but gpt2)")
     add_option(parser, "--batches", 300, "mini-batches of each")
     add_option(parser, "--ranks", 4, "processes, and stages")
     add_option(parser, "--layers", 2, "of each tower")
@@ -64,8 +58,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         plain = _found({**settings, "is_plain": True}, num_ranks=1)
         found = _found({**settings, "is_plain": False}, num_ranks=args.ranks)
         row = {"model": model, "ranks": args.ranks, "batches": args.batches, **found}
-        row["plain_ratio"] = plain["new_over_seen"]
-        rows.append(row)
+        rows.append({**row, "plain_ratio": plain["new_over_seen"]})
     return {"rows": rows}
 
 

@@ -102,7 +102,7 @@ class GraphPipelineTrainer(Trainer):
             raise ConfigError(
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
-        _check_arguments(args, passed)
+        _check_arguments(args)
         check_known_ranks(args)
         self._user_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
@@ -577,7 +577,7 @@ class _Schedule:
         return self._rates
 
 
-def _check_arguments(args: Any, passed: Mapping[str, Any]) -> None:
+def _check_arguments(args: Any) -> None:
     """Refuse what changes the model or the loss outside of what stages run.
 
     Raises:

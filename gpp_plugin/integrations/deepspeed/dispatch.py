@@ -374,13 +374,8 @@ class DeepSpeedFramework:
     ) -> None:
         self._ds_config = ds_config
         if optimizer is None:  # blocks that make none are refused here, before anything is captured
-            LearningRates(
-                StageParameterGroups({}, parameter_groups),
-                optimizer=None,
-                optimizer_block=ds_config.get("optimizer"),
-                scheduler=None,
-                scheduler_block=None if lr_scheduler is not None else ds_config.get("scheduler"),
-            )
+            blocks = ds_config if lr_scheduler is None else {**ds_config, "scheduler": None}
+            LearningRates(StageParameterGroups({}, parameter_groups), blocks)
         self.optimizer_options: dict[str, Any] = {
             "optimizer": optimizer,
             "lr_scheduler": lr_scheduler,
@@ -486,14 +481,7 @@ def setting_of(
     ds_config = read_deepspeed(ds_config).config
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
-    held = optimizer_bytes(
-        ds_config,
-        optimizer,
-        dtype=stage.dtype,
-        accumulation_dtype=stage.accumulation_dtype,
-        zero_stage=stage.zero_stage,
-        device_type=device.type,
-    )
+    held = optimizer_bytes(ds_config, optimizer, stage, device_type=device.type)
     if held.assumed and rank == 0:
         logger.warning("%s", held.assumed)
     return Setting(

@@ -104,10 +104,9 @@ class LearningRates:
 
     Args:
         groups: the parameter groups.
+        config: the user's DeepSpeed JSON; its ``optimizer`` and ``scheduler`` blocks are read.
         optimizer: callable that makes the user's optimizer, or None: the configuration's block.
-        optimizer_block: the ``optimizer`` block.
         scheduler: callable that makes the user's scheduler, or None: the configuration's block.
-        scheduler_block: the ``scheduler`` block.
 
     Attributes:
         local_groups: the numbers of the model's groups that the stage's optimizer has.
@@ -119,15 +118,14 @@ class LearningRates:
     def __init__(
         self,
         groups: StageParameterGroups,
+        config: Mapping[str, Any],
         *,
-        optimizer: OptimizerFactory | None,
-        optimizer_block: Mapping[str, Any] | None,
-        scheduler: SchedulerFactory | None,
-        scheduler_block: Mapping[str, Any] | None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
     ) -> None:
         self.local_groups = groups.local
-        self.mirror = _mirror_optimizer(groups, optimizer, optimizer_block)
-        self.scheduler = _scheduler(self.mirror, scheduler, scheduler_block)
+        self.mirror = _mirror_optimizer(groups, optimizer, config.get("optimizer"))
+        self.scheduler = _scheduler(self.mirror, scheduler, config.get("scheduler"))
 
     def step(self) -> None:
         """Advance the schedule by one applied optimizer step."""

@@ -90,13 +90,7 @@ class DeepSpeedOptimizer:
         groups = StageParameterGroups(trainable, parameter_groups)
         # Every rank schedules all groups of the model, also where its stage trains none of them: rates in logs and
         # checkpoints are then the same everywhere.
-        self._rates = LearningRates(
-            groups,
-            optimizer=optimizer,
-            optimizer_block=config.get("optimizer"),
-            scheduler=lr_scheduler,
-            scheduler_block=config.get("scheduler"),
-        )
+        self._rates = LearningRates(groups, config, optimizer=optimizer, scheduler=lr_scheduler)
         self._has_optimizer = optimizer is not None or bool(config.get("optimizer"))
         # Explicit groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
         names = groups.names() if groups.is_explicit else list(dict(module.named_parameters()))

@@ -236,10 +236,8 @@ class GraphPipelineTrainer(Trainer):
             self._units = self._units_of(loader, sizes)
         config = engine_config(self._user_config, self._user_args, units=self._units, **sizes)
         self._units = config[BLOCK].get("units")
-        more: dict[str, Any] = {}
         self._has_schedule = max_steps > 0
-        if self._has_schedule:
-            more = self._recipes(config, max_steps)
+        more = self._recipes(config, max_steps) if self._has_schedule else {}
         _set_random_states(states)
         self.model.train()  # as Trainer calls it before each step: a model that overrides it has its say
         self._engine = deepspeed.initialize(

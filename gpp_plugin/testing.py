@@ -294,11 +294,8 @@ def _check_orders(
     with _failing(f"{where}, one more in flight"):
         _proved(f"{where}, one more in flight", _with_counts(plan, more=1))
     with _failing(f"{where}, beside 1f1b"):
-        mixed = tuple(
-            dataclasses.replace(stage, schedule="1f1b") if index % 2 else stage
-            for index, stage in enumerate(plan.stages)
-        )
-        _proved(f"{where}, beside 1f1b", _with_counts(dataclasses.replace(plan, stages=mixed)))
+        mixed = ["1f1b" if index % 2 else stage.schedule for index, stage in enumerate(plan.stages)]
+        _proved(f"{where}, beside 1f1b", _with_counts(plan.with_each(schedule=mixed)))
     with _failing(f"{where}, nothing trained in the first stage"):
         edges = tuple(
             dataclasses.replace(edge, gradient_tensors=()) if edge.src == 0 else edge for edge in plan.edges
@@ -306,21 +303,15 @@ def _check_orders(
         frozen = frozenset({0}) if len(plan.stages) > 1 else frozenset[int]()
         _proved(where, dataclasses.replace(plan, edges=edges), frozen=frozen)
     with _failing(f"{where}, in halves"):
-        halved = tuple(
-            dataclasses.replace(stage, num_sliced=int(stage.local_batch_size % 2 == 0))
-            for stage in plan.stages
-        )
-        _proved(where, dataclasses.replace(plan, stages=halved))
+        sliced = [int(stage.local_batch_size % 2 == 0) for stage in plan.stages]
+        _proved(where, plan.with_each(num_sliced=sliced))
     return orders
 
 
 def _with_counts(plan: PipelinePlan, *, more: int = 0) -> PipelinePlan:
     """Return the plan with the in-flight counts that its schedules ask for, and ``more``, at most all there are."""
-    stages = tuple(
-        dataclasses.replace(stage, in_flight=min(count + more, plan.num_micro_batches(i)))
-        for i, (stage, count) in enumerate(zip(plan.stages, plan_in_flight(plan), strict=True))
-    )
-    return dataclasses.replace(plan, stages=stages)
+    counts = [min(count + more, plan.num_micro_batches(i)) for i, count in enumerate(plan_in_flight(plan))]
+    return plan.with_each(in_flight=counts)
 
 
 def _proved(

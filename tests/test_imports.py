@@ -69,6 +69,13 @@ def test_only_integrations_imports(package):
     assert not (wrong := importers(files, package)), wrong
 
 
+def test_megatron_core_is_imported_when_a_stage_is_built():
+    """`chunks` derives from its classes; factories, transports and `gpp compare` are there without it."""
+    for path in PACKAGE.rglob("*.py"):
+        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ImportFrom)]
+        assert not any(node.module == "gpp_plugin.integrations.megatron.chunks" for node in top), path
+
+
 def test_nothing_imports_benchmarks():
     """They are another package; `gpp bench` imports the one that is asked for by its name."""
     assert not (wrong := importers(sorted(PACKAGE.rglob("*.py")), "gpp_benchmarks")), wrong

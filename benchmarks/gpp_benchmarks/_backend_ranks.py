@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, llava_batch
+from gpp_benchmarks._ranks import rank_settings, start_engine
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.launch import emit_event, end_rank
@@ -29,8 +29,7 @@ WAYS = ("torch", "same stages", "stages cut again")
 
 def main() -> None:
     """Train in each way, as often as the settings say, and on rank 0 alone as the model is."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     torch.manual_seed(0)
     model = FROZEN_TOWERS[settings["tower"]]()
     batches = [llava_batch(MINI_BATCH, seed) for seed in range(settings["steps"])]
@@ -38,7 +37,10 @@ def main() -> None:
     plan: dict[str, Any] | None = None
     for number in range(settings["turns"]):
         for way in WAYS:
-            block = _block(way, settings, plan)
+            block = {"profile_dir": settings["folder"], "comm_timeout_s": 300, "stages": settings["stages"]}
+            block["backends"] = "off" if way == "torch" else settings["backends"]
+            if way == "same stages":
+                block["plan"] = plan
             found, own_plan = train(copy.deepcopy(model), batches, block, settling=settings["settling"])
             plan = json.loads(dumps(own_plan)) if plan is None else plan  # as it is saved
             rank = found.pop("rank")
@@ -48,16 +50,6 @@ def main() -> None:
     if rank == 0:
         emit_event(way="eager", losses=train_alone(copy.deepcopy(model), batches))
     end_rank()
-
-
-def _block(way: str, settings: Mapping[str, Any], plan: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the configuration of a way; ``plan`` is that of the first one."""
-    common = {"profile_dir": settings["folder"], "comm_timeout_s": 300, "stages": settings["stages"]}
-    if way == "torch":
-        return {**common, "backends": "off"}
-    if way == "same stages":
-        return {**common, "backends": settings["backends"], "plan": plan}
-    return {**common, "backends": settings["backends"]}
 
 
 def train(
@@ -73,20 +65,14 @@ def train(
     Args:
         keeps_gradients: tell those of this rank's stages in the first step as well.
     """
-    import deepspeed
-
-    import gpp_plugin
-
     config = {
         "train_batch_size": MINI_BATCH,
         "train_micro_batch_size_per_gpu": UNIT,
         "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "torch_adam": True}},
-        "steps_per_print": 10**9,
         "graph_pipeline": dict(block),
     }
     start = time.perf_counter()
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    engine = start_engine(model, batches[0], config)
     started = time.perf_counter() - start
     losses, step_ms, busy_ms = [], [], []
     engine.retain_gradients(keeps_gradients)

@@ -13,13 +13,12 @@ Losses are held against one process that trains the model as it is.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from gpp_plugin.launch import run_ranks
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.rows_text import format_rows
 from gpp_plugin.report.units import fill_text
@@ -48,10 +47,12 @@ def train_behind_towers(
                 "steps": num_steps,
                 "folder": folder,
                 "stages": stages,
+                "turns": turns,
+                "settling": SETTLING,
             }
-            events = run_ranks(
-                "gpp_benchmarks._backend_ranks",
-                [json.dumps({**settings, "turns": turns, "settling": SETTLING})],
+            events = bench_ranks(
+                "_backend_ranks",
+                settings,
                 num_ranks=NUM_RANKS,
                 timeout_s=TIMEOUT_S,
                 environment={"OMP_NUM_THREADS": "1"},
@@ -70,29 +71,35 @@ def train_behind_towers(
 
 
 def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    eager = next(event["losses"] for event in events if event["way"] == "eager")
-    ways: dict[str, list[Mapping[str, Any]]] = {}
-    for event in events:
-        if event["way"] != "eager":
-            ways.setdefault(event["way"], []).append(event)
-    rows = []
-    for way, runs in ways.items():
-        error = max(loss_difference(run["losses"], eager) for run in runs)
-        first = runs[0]
-        rows.append(
-            {
-                "tower": tower,
-                "way": way,
-                "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
-                "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
-                "simulated_ms": first["simulated_us"] / 1e3,
-                "loss_error": error,
-                "start_s": first["start_s"],
-                "stages": first["stages"],
-                "notes": first["notes"],
-            }
-        )
-    return rows
+    return [
+        {"tower": tower, **way_times(way, runs), "loss_error": error, **told_of_start(runs[0])}
+        for way, runs, error in runs_of_ways(events)
+    ]
+
+
+def runs_of_ways(
+    events: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[str, list[Mapping[str, Any]], float]]:
+    """Yield each way that was run, its runs, and the largest error of their losses against one process."""
+    (eager,) = (event["losses"] for event in events if event["way"] == "eager")
+    for way in dict.fromkeys(event["way"] for event in events if event["way"] != "eager"):
+        runs = [event for event in events if event["way"] == way]
+        yield way, runs, max(loss_difference(run["losses"], eager) for run in runs)
+
+
+def way_times(way: str, runs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what the steps of a way took, and what its plan says."""
+    return {
+        "way": way,
+        "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
+        "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
+        "simulated_ms": runs[0]["simulated_us"] / 1e3,
+    }
+
+
+def told_of_start(run: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is told of how a way began."""
+    return {key: run[key] for key in ("start_s", "stages", "notes")}
 
 
 def way_table(rows: Sequence[Mapping[str, Any]]) -> str:

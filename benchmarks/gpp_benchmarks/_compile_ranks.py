@@ -6,10 +6,8 @@ python -m gpp_benchmarks._compile_ranks SETTINGS_JSON
 from __future__ import annotations
 
 import copy
-import json
 import math
 import os
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch import Tensor, nn
 from gpp_benchmarks._attention_models import Size, build_family
 from gpp_benchmarks._backend_ranks import MINI_BATCH, train, train_alone
 from gpp_benchmarks._linear_stages import starts_nearby
+from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.relative_errors import least_scale, tensor_error
 
@@ -28,8 +27,7 @@ WAYS: dict[str, Any] = {"torch": False, "compiled": True, "auto": "auto"}
 
 def main() -> None:
     """Train in each way, as often as the settings say, and on rank 0 alone as the model is."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     sizes = {key: settings[key] for key in ("width", "layers", "length")}
     model, make_batch = build_family(settings["model"], Size(samples=MINI_BATCH, **sizes))
     batches = []
@@ -48,7 +46,9 @@ def main() -> None:
                 copy.deepcopy(model), batches, block, settling=settings["settling"], keeps_gradients=True
             )
             del found["rank"]
-            error, name = _worst(found.pop("gradients"), right)
+            of_ranks: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, gradient_errors(found.pop("gradients"), right))
+            error, name = worst_of(of_ranks, right)
             if rank == 0:
                 found |= {"gradient_error": error, "worst": name, "rounding": rounding.get(name, 0.0)}
                 compiled = sum(len(stage.compiled) for stage in plan.stages)
@@ -81,13 +81,6 @@ def roundings(model: nn.Module, batch: Mapping[str, Tensor]) -> dict[str, float]
         for name, error in gradient_errors({n: g.double() for n, g in plain.items()}, exact).items():
             largest[name] = max(largest.get(name, 0.0), error)
     return largest
-
-
-def _worst(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest error of a gradient of any rank by its norm, and which parameter's it is; collective."""
-    of_ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, gradient_errors(own, right))
-    return worst_of(of_ranks, right)
 
 
 def gradient_errors(own: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> dict[str, float]:

@@ -5,9 +5,7 @@ python -m gpp_benchmarks._decode_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import statistics
-import sys
 import time
 from typing import Any
 
@@ -15,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.integrations.huggingface.sequence_cache import SequenceLayer, attention
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.model.generation.cache_peers import CachePeers
@@ -27,8 +26,7 @@ TOLERANCE = 1e-4
 
 def main() -> None:
     """Measure on this rank; rank 0 reports."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     join_ranks()
     group = dist.new_group()
     for kv_heads in settings["kv_heads"]:

@@ -20,15 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_benchmarks._linear_ranks import Delayed, LinearHooks, Trained, stage_rows, stepped
 from gpp_benchmarks._linear_stages import (
+    Delayed,
     GradientError,
+    LinearHooks,
     LinearNetwork,
     Parameters,
+    Trained,
     in_double,
     single_process_gradients,
     stage_compute,
+    stage_rows,
     starts_nearby,
+    stepped,
     worst_error,
 )
 from gpp_benchmarks._random_plans import Draw, forward_only_of, random_plan, with_family
@@ -108,17 +112,16 @@ def _random_async_plan(rng: random.Random, options: dict[str, Any]) -> PipelineP
         if all(size % stage.degree == 0 for stage in plan.stages):
             break
     counts, extra = asynchronous_in_flight(plan), rng.choice([0, 0, 1])
-    stages = tuple(
-        dataclasses.replace(stage, micro_batch_size=size, schedule="1f1b", k=1, in_flight=count + extra)
-        for stage, count in zip(plan.stages, counts, strict=True)
+    num = len(plan.stages)
+    uniform = plan.with_each(
+        micro_batch_size=[size] * num,
+        schedule=["1f1b"] * num,
+        k=[1] * num,
+        in_flight=[count + extra for count in counts],
     )
-    return dataclasses.replace(
-        plan,
-        mode="async",
-        vertical_sync=rng.random() < 0.3,
-        stages=stages,
-        mini_batch=size * rng.choice([1, 2, 3, 5]),
-    )
+    vertical_sync = rng.random() < 0.3
+    mini_batch = size * rng.choice([1, 2, 3, 5])
+    return dataclasses.replace(uniform, mode="async", vertical_sync=vertical_sync, mini_batch=mini_batch)
 
 
 def _random_frozen_plan(rng: random.Random, options: dict[str, Any]) -> PipelinePlan:

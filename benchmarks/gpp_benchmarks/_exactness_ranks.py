@@ -5,9 +5,7 @@ python -m gpp_benchmarks._exactness_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -25,12 +23,12 @@ from gpp_benchmarks._exactness_kept import (
     stale_error,
     train_kept,
 )
-from gpp_benchmarks._linear_ranks import Trained
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
     GradientError,
     LinearNetwork,
     Parameters,
+    Trained,
     in_double,
     linear_network,
     single_process_gradients,
@@ -38,6 +36,7 @@ from gpp_benchmarks._linear_stages import (
     worst_error,
 )
 from gpp_benchmarks._random_plans import FAMILIES, Draw, random_draw
+from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.errors import GppError, RuntimeFailure
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.launch import emit_event
@@ -104,8 +103,7 @@ def draw_cases(num_cases: int, *, seed: int, delayed_every: int, shares_ranks: b
 
 def main() -> None:
     """Run all cases on this rank; rank 0 reports each."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     dist.init_process_group("gloo")
     cases = [Case(**case) for case in settings["cases"]]
     for result in run_cases(cases):

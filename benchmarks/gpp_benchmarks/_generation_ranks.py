@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -18,10 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from gpp_benchmarks._ranks import rank_settings
 from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
@@ -35,8 +34,7 @@ PROMPT = 8
 
 def main() -> None:
     """Generate in each way; rank 0 reports."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     join_ranks()
     group = dist.new_group()
     model = _model(dist.get_world_size())

@@ -5,11 +5,9 @@ python -m gpp_benchmarks._lengths_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -21,6 +19,8 @@ from torch import nn
 
 from gpp_benchmarks._attention_models import Batch, Size
 from gpp_benchmarks._lengths_models import FAMILIES, build
+from gpp_benchmarks._ranks import rank_settings, start_engine
+from gpp_plugin.launch import emit_event
 from gpp_plugin.relative_errors import loss_difference
 
 UNITS, SAMPLES = 4, 2
@@ -77,13 +77,10 @@ class Watch:
 
         torch.export.export = counting
         # code and executors are the stage runner's; what Python reads of a batch is found out where batches come in
-        for owner, names in (
-            (engine._lane.lanes[0], ("learn_shapes", "_executor_for")),
-            (engine._batch_source, ("collect",)),
-        ):
-            for name in names:
-                if hasattr(owner, name):
-                    setattr(owner, name, self._timed(getattr(owner, name)))
+        runner = engine._rank_runner.stage_runners[0]
+        for name in ("make_code", "_compiled_for", "_executor_of"):
+            setattr(runner, name, self._timed(getattr(runner, name)))
+        engine._batch_source.collect = self._timed(engine._batch_source.collect)
 
     def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def timed(*args: Any, **kwargs: Any) -> Any:
@@ -145,20 +142,14 @@ def measure(settings: dict[str, Any]) -> dict[str, Any]:
     if settings["is_plain"]:
         plain = PlainSteps(model)
         return _alternate(batches, plain.step, most_images=0, marks=[])
-    import deepspeed
-
-    import gpp_plugin
-
     block: dict[str, Any] = {"stages": settings["stages"]} if settings["stages"] > 1 else {"enabled": True}
     config = {
         "train_micro_batch_size_per_gpu": SAMPLES,
         # no step changes a weight: each loss can be held against the same model in one process
         "optimizer": {"type": "AdamW", "params": {"lr": 0.0, "weight_decay": 0.0}},
-        "steps_per_print": 10**9,
         "graph_pipeline": {**block, "units": UNITS},
     }
-    wrapped = gpp_plugin.GraphPipelineModule(model, sample_batch=batches[0][0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    engine = start_engine(model, batches[0][0], config)
     watch = Watch(engine)
     reference = PlainSteps(make_batches({**settings, "batches": 1})[0]) if os.environ["RANK"] == "0" else None
     errors: list[float] = []
@@ -236,11 +227,8 @@ def _alternate(
 
 def main() -> None:
     """Run the rank and tell what it measured on rank 0."""
-    torch.set_num_threads(1)
-    found = measure(json.loads(sys.argv[1]))
+    found = measure(rank_settings())
     if os.environ["RANK"] == "0":
-        from gpp_plugin.launch import emit_event
-
         emit_event(found=found)
 
 

@@ -5,9 +5,7 @@ python -m gpp_benchmarks._loading_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+
+from gpp_benchmarks._ranks import rank_settings
 
 LENGTH = 16
 DTYPE = torch.bfloat16
@@ -59,7 +59,7 @@ def forget_peak() -> None:
 
 def main() -> None:
     """Load as one rank and train a step; rank 0 reports what all ranks counted."""
-    settings = json.loads(sys.argv[1])
+    settings = rank_settings()
     import deepspeed
 
     from gpp_plugin.launch import emit_event

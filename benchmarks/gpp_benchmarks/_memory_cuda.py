@@ -5,10 +5,8 @@ python -m gpp_benchmarks._memory_cuda SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,8 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpp_benchmarks._ranks import bench_ranks, rank_settings, start_engine
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.launch import emit_event, end_rank, run_ranks
+from gpp_plugin.launch import emit_event, end_rank
 
 NUM_RANKS = 2
 TIMEOUT_S = 600.0
@@ -65,18 +64,17 @@ def run_on_cuda(cap_gb: float, tell: Callable[[str], None]) -> dict[str, Any]:
 
 def _rows(case: CudaCase) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    module = "gpp_benchmarks._memory_cuda"
-    for event in run_ranks(module, [json.dumps(asdict(case))], num_ranks=NUM_RANKS, timeout_s=TIMEOUT_S):
+    options: dict[str, Any] = {"num_ranks": NUM_RANKS, "timeout_s": TIMEOUT_S}
+    for event in bench_ranks("_memory_cuda", asdict(case), **options, environment=None):
         rows += event["rows"]
     return rows
 
 
 def main() -> None:
     """Train two steps; rank 0 reports a row for each rank."""
-    from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
     from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 
-    case = CudaCase(**json.loads(sys.argv[1]))
+    case = CudaCase(**rank_settings())
     device = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()  # the one `initialize` takes
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(case.cap_gb * 1e9 / total, 1.0), device)
@@ -92,7 +90,6 @@ def main() -> None:
         "train_batch_size": 4 * case.unit,
         "train_micro_batch_size_per_gpu": case.unit,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "torch_adam": True}},
-        "steps_per_print": 1_000_000,
         "graph_pipeline": {
             "planner": "uniform",
             "stages": NUM_RANKS,
@@ -102,7 +99,7 @@ def main() -> None:
             "memory": {"recompute": "off", "swap": "off"},
         },
     }
-    engine, *_ = initialize(model=GraphPipelineModule(model, sample_batch=batch), config=config)
+    engine = start_engine(model, batch, config)
     for _ in range(2):  # the optimizer's state is there from the first step on
         engine.train_batch(data_iter=iter([batch]))
     report = engine.memory_report()

@@ -21,7 +21,6 @@ from collections.abc import Iterator, Sequence
 
 from gpp_benchmarks._oracle import all_degrees, all_partitions, the_size
 from gpp_benchmarks._oracle_costs import (
-    Groups,
     block_us,
     least_us,
     limit_of,
@@ -238,13 +237,10 @@ class MemoryBruteForce:
         allowed = [d for d in range(1, request.num_ranks + 1) if size % d == 0]
         for groups in all_partitions(request.graph, request.num_ranks):
             for degrees in all_degrees(len(groups), request.num_ranks, allowed):
-                us = self._judged(groups, degrees, size, best)
+                plan = oracle_plan(request, groups, degrees, size)
+                us = None if best is not None and least_us(plan) >= best else self.step_us(plan)
                 best = us if us is not None and (best is None or us < best) else best
         return best
-
-    def _judged(self, groups: Groups, degrees: Sequence[int], size: int, best: float | None) -> float | None:
-        plan = oracle_plan(self.request, groups, degrees, size)
-        return None if best is not None and least_us(plan) >= best else self.step_us(plan)
 
     def step_us(self, plan: PipelinePlan) -> float | None:
         """Return the step of a finished plan after it is made to fit, or None where it cannot be."""

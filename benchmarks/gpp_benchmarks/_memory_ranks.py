@@ -6,8 +6,6 @@ python -m gpp_benchmarks._memory_ranks CASE_JSON
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from typing import Any
 
 import torch
@@ -15,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._memory_pairs import CONFIGS, LEAST_SHARE, SHARES, MemoryCase
+from gpp_benchmarks._ranks import rank_settings, start_engine
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
 from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 from gpp_plugin.ir.memory_report import MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
@@ -29,9 +27,8 @@ VOCABULARY = 126
 
 def main() -> None:
     """Run every plan of the case; rank 0 reports a row for each rank."""
-    plain = json.loads(sys.argv[1])
+    plain = rank_settings()
     case = MemoryCase(**{**plain, "plans": tuple(plain["plans"])})
-    torch.set_num_threads(1)
     free, report = _train(case, "none", None)
     for name in case.plans:
         if name in SHARES:
@@ -70,10 +67,9 @@ def _train(case: MemoryCase, name: str, memory_gb: list[float] | None) -> tuple[
         "train_batch_size": case.mini_batch,
         "train_micro_batch_size_per_gpu": case.loss_unit,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "steps_per_print": 1000,
         "graph_pipeline": case.block(name, memory_gb),
     }
-    engine, *_ = initialize(model=GraphPipelineModule(model, sample_batch=batch), config=config)
+    engine = start_engine(model, batch, config)
     engine.train_batch(data_iter=iter([batch]))
     found = engine.plan, engine.memory_report()
     engine.destroy()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.analytic_models import AnalyticModel, profile_model
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.cluster_files import read_cluster
@@ -24,12 +26,11 @@ def paper_request(
     cluster: str = "summit",
     mini_batch: int | None = None,
     micro_batch_size: int | None = None,
-    granularity: str | None = None,
 ) -> PlanRequest:
     """Return the request of one cell of the paper's tables."""
     name = model if isinstance(model, str) else model.graph.model
     if isinstance(model, str):
-        model = build_model(name, **({"granularity": granularity} if granularity else {}))
+        model = build_model(name)
     machines = read_cluster(cluster, num_devices=devices)
     batch = mini_batch or SAMPLES_PER_DEVICE.get(name, 16) * devices
     return PlanRequest(
@@ -41,6 +42,21 @@ def paper_request(
         loss_unit=1,
         micro_batch_sizes={"*": micro_batch_size} if micro_batch_size else None,
     )
+
+
+def searched(limit: float, search: Callable[[], PipelinePlan]) -> tuple[PipelinePlan | None, str]:
+    """Return the plan of a search and ``ok``, or None and why there is none.
+
+    Args:
+        limit: seconds that the search may compute.
+    """
+    try:
+        with time_limit(limit):
+            return search(), "ok"
+    except TimeoutError:
+        return None, f"timeout after {limit:g} s"
+    except PlanError as error:
+        return None, str(error)
 
 
 @contextlib.contextmanager

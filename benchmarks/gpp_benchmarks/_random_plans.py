@@ -76,9 +76,6 @@ def random_plan(
             continue
         edges = tuple(_random_edge(rng, src, dst) for src, dst in random_links(rng, num_stages))
         numbers = rng.sample(range(next_rank), next_rank)  # ranks of a stage need not follow each other
-        stages = [
-            dataclasses.replace(stage, ranks=tuple(numbers[rank] for rank in stage.ranks)) for stage in stages
-        ]
         plan = PipelinePlan(
             model="random",
             graph="none",
@@ -88,7 +85,8 @@ def random_plan(
             stages=tuple(stages),
             edges=edges,
         )
-        return with_in_flight(plan)
+        ranks = [tuple(numbers[rank] for rank in stage.ranks) for stage in stages]
+        return with_in_flight(plan.with_each(ranks=ranks))
 
 
 def _on_shared_ranks(

@@ -24,20 +24,14 @@ Race = Callable[..., dict[str, Outcome]]
 """`run_alternated` with its rounds and priority."""
 
 
-def slicing_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
+def slicing_rows(race: Race, **times: Any) -> list[dict[str, Any]]:
     """Return one row a chain and variant: unsliced, halves sent singly, the last send joined.
 
     ``is_auto`` marks the variant that ``slicing: "auto"`` takes.
     """
     rows = []
     for num_ranks in SLICED_RANKS:
-        whole = emulated_plan(
-            "chain",
-            chain_links(num_ranks),
-            num_micro_batches=2 * num_ranks,
-            forward_us=forward_us,
-            backward_us=backward_us,
-        )
+        whole = emulated_plan("chain", chain_links(num_ranks), num_micro_batches=2 * num_ranks, **times)
         variants = {
             "none": whole,
             "singly": slice_warm_up(whole),
@@ -52,17 +46,11 @@ def slicing_rows(*, forward_us: float, backward_us: float, race: Race) -> list[d
     return rows
 
 
-def zero_bubble_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
+def zero_bubble_rows(race: Race, **times: Any) -> list[dict[str, Any]]:
     """Return one row a schedule and number of micro-batches on a five-stage diamond, at equal in-flight counts."""
     rows = []
     for num_micro_batches in DIAMOND_MICRO_BATCHES:
-        base = emulated_plan(
-            "diamond",
-            DIAMOND,
-            num_micro_batches=num_micro_batches,
-            forward_us=forward_us,
-            backward_us=backward_us,
-        )
+        base = emulated_plan("diamond", DIAMOND, num_micro_batches=num_micro_batches, **times)
         split = base.with_each(schedule=["zero_bubble"] * len(base.stages))
         variants = {"1f1b": base, "zero_bubble": split}
         outcome = _run(variants, base.num_ranks, race)
@@ -154,19 +142,16 @@ SAMPLES = 2
 """Of a micro-batch of the language model."""
 
 
-def interleaved_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
+def interleaved_rows(race: Race, **times: Any) -> list[dict[str, Any]]:
     """Return one row for each number of stages a rank: one model in chains of 8, 16 and 32 stages on eight ranks.
 
     ``over_ideal`` is the time over that of ranks that are never idle.
     """
-    plans = {
-        f"{count} a rank": interleaved_chain(count, forward_us=forward_us, backward_us=backward_us)
-        for count in STAGES_A_RANK
-    }
-    ideal_us = MICRO_BATCHES * (forward_us + backward_us)
-    times = _race("interleaved chain", plans, race)
+    plans = {f"{count} a rank": interleaved_chain(count, **times) for count in STAGES_A_RANK}
+    ideal_us = MICRO_BATCHES * sum(times.values())
+    found = _race("interleaved chain", plans, race)
     return [
-        {**_row("interleaved chain", name, plan, times[name], ideal_us), "stages_a_rank": count}
+        {**_row("interleaved chain", name, plan, found[name], ideal_us), "stages_a_rank": count}
         for count, (name, plan) in zip(STAGES_A_RANK, plans.items(), strict=True)
     ]
 
@@ -188,15 +173,15 @@ def interleaved_chain(stages_a_rank: int, *, forward_us: float, backward_us: flo
     return _placed(plan, [(index % RANKS,) for index in range(len(plan.stages))])
 
 
-def colocated_rows(*, forward_us: float, backward_us: float, race: Race) -> list[dict[str, Any]]:
+def colocated_rows(race: Race, **times: Any) -> list[dict[str, Any]]:
     """Return two rows: a vision tower on ranks of its own, and on all ranks of the language model that it feeds.
 
     The tower is a quarter of the work, and data-parallel either way; ``gain`` is over ranks of its own.
     """
-    plans = tower_plans(forward_us=forward_us, backward_us=backward_us)
-    ideal_us = MICRO_BATCHES * (forward_us + backward_us)
-    times = _race("vision tower", plans, race)
-    rows = [_row("vision tower", name, plan, times[name], ideal_us) for name, plan in plans.items()]
+    plans = tower_plans(**times)
+    ideal_us = MICRO_BATCHES * sum(times.values())
+    found = _race("vision tower", plans, race)
+    rows = [_row("vision tower", name, plan, found[name], ideal_us) for name, plan in plans.items()]
     usual = rows[0]
     return [
         {

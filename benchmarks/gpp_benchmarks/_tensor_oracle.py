@@ -99,19 +99,9 @@ def best_tensor_us(request: PlanRequest, most: int = 4) -> float | None:
 def _with_more_in_flight(plan: PipelinePlan) -> Iterator[PipelinePlan]:
     """Yield the plan holding half as many micro-batches more as it holds beyond one, and as many more."""
     for more in (0.5, 1.0) if len(plan.stages) > 1 else ():
-        yield dataclasses.replace(
-            plan,
-            stages=tuple(
-                dataclasses.replace(
-                    stage,
-                    in_flight=min(
-                        stage.in_flight + math.ceil(more * (stage.in_flight - 1)),
-                        plan.mini_batch // stage.micro_batch_size,
-                    ),
-                )
-                for stage in plan.stages
-            ),
-        )
+        held = [stage.in_flight + math.ceil(more * (stage.in_flight - 1)) for stage in plan.stages]
+        most = [plan.mini_batch // stage.micro_batch_size for stage in plan.stages]
+        yield plan.with_each(in_flight=map(min, held, most))
 
 
 def _plans(request: PlanRequest, most: int) -> Iterator[PipelinePlan]:

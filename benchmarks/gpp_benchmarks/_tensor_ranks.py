@@ -6,9 +6,7 @@ python -m gpp_benchmarks._tensor_ranks SETTINGS_JSON
 from __future__ import annotations
 
 import gc
-import json
 import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_benchmarks._ranks import over_ranks, rank_settings
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
-from gpp_plugin.integrations.megatron.stages import gpt_stage, require_megatron
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
+from gpp_plugin.integrations.megatron import gpt_stage, require_megatron
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.graph.stage_graph import StageGraph, make_contexts
 from gpp_plugin.runtime.shard_graph import shard_graph
@@ -59,8 +58,7 @@ class Contender:
 
 def main() -> None:
     """Measure on this rank; rank 0 reports."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     join_ranks()
     batch = _batch(settings)
     contenders = {
@@ -77,21 +75,12 @@ def main() -> None:
         names = list(contenders)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             times[name].append(contenders[name].timed())
-    found = {name: _over_ranks(own) for name, own in times.items()}
+    found = {name: over_ranks(own) for name, own in times.items()}
     held = {name: sum(p.numel() for p in own.parameters) for name, own in contenders.items()}
     if os.environ["RANK"] == "0":
         emit_event(times=found, parameters=held)
     dist.barrier()
     dist.destroy_process_group()
-
-
-def _over_ranks(times: list[tuple[float, float]]) -> list[list[float]]:
-    """Return [round, 2]: seconds of the slowest rank, processor seconds of all together."""
-    slowest = torch.tensor(times, dtype=torch.float64)
-    together = slowest.clone()
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    dist.all_reduce(together)
-    return torch.stack([slowest[:, 0], together[:, 1]], dim=1).tolist()
 
 
 def _batch(settings: Mapping[str, int]) -> Batch:

@@ -5,11 +5,8 @@ python -m gpp_benchmarks._topology_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import importlib
-import json
 import os
 import statistics
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -17,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from gpp_benchmarks._ranks import rank_settings
 from gpp_benchmarks._topology_models import (
     Topology,
     gather_gradients,
@@ -24,16 +22,16 @@ from gpp_benchmarks._topology_models import (
     reference_gradients,
     topologies,
 )
-from gpp_benchmarks._topology_peers import Step
-from gpp_plugin.integrations.deepspeed.pipeline_peer import join_ranks
+from gpp_benchmarks._topology_steps import Step, deepspeed_step, gpp_step, megatron_step, torch_step
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 
 STEPS = {
-    "gpp": "_topology_gpp:gpp_step",
-    "deepspeed": "_topology_peers:deepspeed_step",
-    "torch": "_topology_peers:torch_step",
-    "megatron": "_topology_megatron:megatron_step",
-    "megatron_patched": "_topology_megatron:megatron_step",
+    "gpp": gpp_step,
+    "deepspeed": deepspeed_step,
+    "torch": torch_step,
+    "megatron": megatron_step,
+    "megatron_patched": megatron_step,
 }
 TIMED_BELOW = 1e-9
 WARM_UP = 2
@@ -41,13 +39,11 @@ WARM_UP = 2
 
 def main() -> None:
     """Run the steps of this rank; the first rank that knows reports."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     topology = next(t for t in topologies() if t.name == settings["topology"])
     dist.init_process_group("gloo", timeout=timedelta(seconds=600))
     join_ranks()
-    module, _, name = STEPS[settings["system"]].partition(":")
-    make_step = getattr(importlib.import_module(f"gpp_benchmarks.{module}"), name)
+    make_step = STEPS[settings["system"]]
     dist.barrier()
     watchdog = threading.Timer(settings["limit_s"], _give_up)
     watchdog.daemon = True
@@ -56,9 +52,8 @@ def main() -> None:
         _measure(topology, make_step(topology), settings["rounds"])
     except Exception as error:
         emit_event(event="refused", rank=dist.get_rank(), reason=f"{type(error).__name__}: {error}")
-        time.sleep(
-            settings["limit_s"]
-        )  # the launcher ends all ranks; this one must not look like the failure
+        # the launcher ends all ranks; this one must not look like the failure
+        time.sleep(settings["limit_s"])
     watchdog.cancel()
     dist.barrier()
     end_rank()

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gpp_benchmarks._backend_towers import FROZEN_TOWERS, TOWERS
 from gpp_benchmarks._backend_training import SETTLING, train_behind_towers
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option
 from gpp_plugin.backends.forward_code import ForwardCode, part_codes
 from gpp_plugin.backends.measured_backends import (
     TORCH,
@@ -62,24 +62,13 @@ THESIS = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--models", nargs="+", choices=TOWERS, default=list(TOWERS), help="which (all six)")
-    parser.add_argument(
-        "--backends",
-        nargs="+",
-        choices=BACKENDS.names(),
-        default=list(BACKENDS.names()),
-        help="which to measure beside torch (all that are installed)",
-    )
+    add_choices(parser, "--models", TOWERS, "which (all six)")
+    installed = "which to measure beside torch (all that are installed)"
+    add_choices(parser, "--backends", BACKENDS.names(), installed)
     add_option(parser, "--samples", 4, "samples of a forward")
     add_option(parser, "--rounds", 15, "timed forwards of each")
     parser.add_argument("--training", action="store_true", help="train behind a frozen tower instead")
-    parser.add_argument(
-        "--towers",
-        nargs="+",
-        choices=FROZEN_TOWERS,
-        default=list(FROZEN_TOWERS),
-        help="of --training (both)",
-    )
+    add_choices(parser, "--towers", FROZEN_TOWERS, "of --training (both)")
     add_option(parser, "--steps", 10, "of --training")
     add_option(
         parser,

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_option, add_real_time
 from gpp_plugin.data import pack
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -76,11 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--scale-time", 1.0, "multiply 20 ms forwards, 40 ms backwards")
     add_option(parser, "--seed", 0, "of the samples")
     parser.add_argument("--simulate", action="store_true", help="start no processes")
-    parser.add_argument(
-        "--real-time",
-        action="store_true",
-        help="real-time priority while mini-batches run, for a machine with other work (needs root)",
-    )
+    add_real_time(parser, "mini-batches run")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -11,19 +11,16 @@ What a start takes is told for the first run of a way, with nothing in the compi
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpp_benchmarks._backend_training import way_table
+from gpp_benchmarks._backend_training import runs_of_ways, told_of_start, way_table, way_times
 from gpp_benchmarks._compile_ranks import WAYS
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
-from gpp_plugin.relative_errors import loss_difference
 from gpp_plugin.report.progress import step
 
 TABLE = None
@@ -37,8 +34,8 @@ TOLERANCE = 1e-5
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which (all three)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which (all three)")
+    add_choices(parser, "--models", MODELS, "which (all three)")
+    add_choices(parser, "--ways", WAYS, "which (all three)")
     add_option(parser, "--ranks", 2, "ranks")
     add_option(parser, "--stages", 2, "stages; 0 leaves them to the planner")
     add_option(parser, "--steps", 8, "steps of a run")
@@ -84,45 +81,28 @@ def _train(model: str, args: argparse.Namespace, folder: str) -> list[Mapping[st
         key: getattr(args, key) for key in ("width", "layers", "length", "steps", "turns", "ways", "stages")
     }
     settings |= {"model": model, "settling": SETTLING, "folder": str(Path(folder) / "costs")}
+    cache = {"TORCHINDUCTOR_CACHE_DIR": args.cache or str(Path(folder) / "inductor")}
+    options: dict[str, Any] = {"num_ranks": args.ranks, "timeout_s": TIMEOUT_S}
     return list(
-        run_ranks(
-            "gpp_benchmarks._compile_ranks",
-            [json.dumps(settings)],
-            num_ranks=args.ranks,
-            timeout_s=TIMEOUT_S,
-            environment={
-                "OMP_NUM_THREADS": "1",
-                "TORCHINDUCTOR_CACHE_DIR": args.cache or str(Path(folder) / "inductor"),
-            },
-        )
+        bench_ranks("_compile_ranks", settings, **options, environment={"OMP_NUM_THREADS": "1", **cache})
     )
 
 
 def _rows(model: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    eager = next(event["losses"] for event in events if event["way"] == "eager")
     rows = []
-    for way in WAYS:
-        runs = [event for event in events if event["way"] == way]
-        if not runs:
-            continue
-        first, last = runs[0], runs[-1]
+    for way, runs, loss_error in sorted(runs_of_ways(events), key=lambda found: list(WAYS).index(found[0])):
         worst = max(runs, key=lambda run: run["gradient_error"])
         rows.append(
             {
                 "model": model,
-                "way": way,
-                "measured_ms": statistics.median(ms for run in runs for ms in run["step_ms"]),
-                "busy_ms": statistics.median(ms for run in runs for ms in run["busy_ms"]),
-                "simulated_ms": first["simulated_us"] / 1e3,
-                "kept_bytes": sum(first["kept_bytes"]),
-                "planned_bytes": sum(first["planned_bytes"]),
-                "loss_error": max(loss_difference(run["losses"], eager) for run in runs),
+                **way_times(way, runs),
+                "kept_bytes": sum(runs[0]["kept_bytes"]),
+                "planned_bytes": sum(runs[0]["planned_bytes"]),
+                "loss_error": loss_error,
                 **{key: worst[key] for key in ("gradient_error", "worst", "rounding")},
                 "num_compiled": min(run["num_compiled"] for run in runs),
-                "start_s": first["start_s"],
-                "start_again_s": last["start_s"],
-                "stages": first["stages"],
-                "notes": first["notes"],
+                **told_of_start(runs[0]),
+                "start_again_s": runs[-1]["start_s"],
             }
         )
     return rows

@@ -16,12 +16,12 @@ a token of a micro-batch.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_option, add_real_time
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import check_priority, run_ranks
+from gpp_plugin.launch import check_priority
 from gpp_plugin.plan.costs.long_context import (
     gathered_elements,
     printed_elements,
@@ -62,11 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--micro-batches", 4, "of prompts")
     add_option(parser, "--tokens", 16, "generated of each prompt")
     add_option(parser, "--row-ms", 15.0, "of a stage for one sequence's token")
-    parser.add_argument(
-        "--real-time",
-        action="store_true",
-        help="real-time priority while stages generate, for a machine with other work (needs root)",
-    )
+    add_real_time(parser, "stages generate")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -99,14 +95,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for ranks in args.ranks:
         settings = {name: getattr(args, name) for name in ("batch", "heads", "kv_heads", "head_size")}
         settings |= {name: getattr(args, name) for name in ("length", "block", "steps")}
-        for event in run_ranks(
-            "gpp_benchmarks._decode_ranks",
-            [json.dumps(settings)],
-            num_ranks=ranks,
-            timeout_s=START_S + SECONDS_PER_STEP * args.steps * len(args.kv_heads),
-            environment={"DS_ACCELERATOR": "cpu"},
-        ):
-            rows.append(_row(args, ranks, event))
+        timeout_s = START_S + SECONDS_PER_STEP * args.steps * len(args.kv_heads)
+        events = bench_ranks("_decode_ranks", settings, num_ranks=ranks, timeout_s=timeout_s)
+        rows += [_row(args, ranks, event) for event in events]
     if args.stages:
         rows += _generation_rows(args)
     return {"rows": rows}
@@ -114,16 +105,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def _generation_rows(args: argparse.Namespace) -> list[dict[str, Any]]:
     names = ("prompts", "micro_batches", "tokens", "row_ms", "real_time")
+    settings = {name: getattr(args, name) for name in names}
     emulated_s = args.stages * args.prompts * args.tokens * args.row_ms / 1e3
-    events = list(
-        run_ranks(
-            "gpp_benchmarks._generation_ranks",
-            [json.dumps({name: getattr(args, name) for name in names})],
-            num_ranks=args.stages,
-            timeout_s=START_S + 6 * emulated_s + SECONDS_PER_STEP * args.tokens * args.micro_batches,
-            environment={"DS_ACCELERATOR": "cpu"},
-        )
-    )
+    timeout_s = START_S + 6 * emulated_s + SECONDS_PER_STEP * args.tokens * args.micro_batches
+    events = list(bench_ranks("_generation_ranks", settings, num_ranks=args.stages, timeout_s=timeout_s))
     in_turn_s = next(event["seconds"] for event in events if event["way"] == "one after the other")
     return [
         {

@@ -15,7 +15,6 @@ draws go through the validator only, without processes.
 from __future__ import annotations
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -25,10 +24,11 @@ from gpp_benchmarks._exactness_ranks import ALL_FAMILIES, FAMILIES, MINI_BATCHES
 from gpp_benchmarks._linear_stages import FP32_LIMIT, fp32_limit
 from gpp_benchmarks._options import add_option
 from gpp_benchmarks._random_plans import check_schedule_draws
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
 
 FP64_LIMIT = 1e-12
+ERRORS = ("fp64_error", "fp32_error", "fp32_over_rounding")
 START_S = 60.0
 CASE_S = 30.0
 """Seconds allowed for one case; a hang ends much earlier, by the time limit of messages."""
@@ -62,14 +62,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     failures: list[str] = []
     for position, num_ranks in enumerate(args.ranks):
-        share = len(range(position, args.cases, len(args.ranks)))
-        cases = draw_cases(share, seed=args.seed + position * args.cases, delayed_every=args.delayed_every)
-        cases += draw_cases(
-            len(range(position, args.shared, len(args.ranks))),
-            seed=args.seed + position * args.shared,
-            delayed_every=args.delayed_every,
-            shares_ranks=True,
-        )
+        cases: list[Case] = []
+        for count, shares_ranks in ((args.cases, False), (args.shared, True)):
+            cases += draw_cases(
+                len(range(position, count, len(args.ranks))),
+                seed=args.seed + position * count,
+                delayed_every=args.delayed_every,
+                shares_ranks=shares_ranks,
+            )
         results = list(_run(cases, num_ranks))
         rows += _rows(results, num_ranks)
         failures += [f"{num_ranks} ranks: {line}" for line in map(_failure, results) if line]
@@ -86,13 +86,8 @@ def _run(cases: list[Case], num_ranks: int) -> Iterator[CaseResult]:
     if not cases:
         return
     print(f"{len(cases)} draws on {num_ranks} ranks", flush=True)
-    events = run_ranks(
-        "gpp_benchmarks._exactness_ranks",
-        [json.dumps({"cases": [asdict(case) for case in cases]})],
-        num_ranks=num_ranks,
-        timeout_s=START_S + CASE_S * len(cases),
-        environment={"OMP_NUM_THREADS": "1"},
-    )
+    settings, timeout_s = {"cases": [asdict(case) for case in cases]}, START_S + CASE_S * len(cases)
+    events = bench_ranks("_exactness_ranks", settings, num_ranks=num_ranks, timeout_s=timeout_s)
     for done, event in enumerate(events, start=1):
         event.pop("event")
         yield CaseResult(**event)
@@ -129,11 +124,8 @@ def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         "cases": sum(row["draws"] for row in run),
         "shared": sum(row["draws"] for row in run if row["shares_ranks"]),
-        "fp64_error": max((row["fp64_error"] for row in run), default=None),
-        "fp32_error": max((row["fp32_error"] for row in run), default=None),
-        "fp32_over_rounding": max((row["fp32_over_rounding"] for row in run), default=None),
-        "delayed": sum(row["delayed"] for row in run),
-        "delayed_equal": sum(row["delayed_equal"] for row in run),
+        **{key: max((row[key] for row in run), default=None) for key in ERRORS},
+        **{key: sum(row[key] for row in run) for key in ("delayed", "delayed_equal")},
         "programs": sum(row["draws"] for row in validated),
         "valid_programs": sum(row["valid"] for row in validated),
     }

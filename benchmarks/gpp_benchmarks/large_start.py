@@ -12,15 +12,14 @@ beside the model's.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.launch import run_ranks
 from gpp_plugin.runtime.messages.sockets import MOST_MESHED, opening_rounds
 from gpp_plugin.runtime.ranks.placement_of_ranks import packed_facts
 
@@ -275,15 +274,9 @@ def start(job: Job) -> list[dict[str, Any]]:
         "degree": job.degree,
         "timeout_s": MOST_SECONDS,
     }
-    found: list[dict[str, Any]] = []
-    for event in run_ranks(
-        "gpp_benchmarks._large_start_ranks",
-        [json.dumps(settings)],
-        num_ranks=1,  # which forks the others
-        timeout_s=MOST_SECONDS,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    ):
-        found = event["found"]
+    # one process, which forks the others
+    (event,) = bench_ranks("_large_start_ranks", settings, num_ranks=1, timeout_s=MOST_SECONDS)
+    found: list[dict[str, Any]] = event["found"]
     if len({tuple(rank["losses"]) for rank in found}) != 1:
         raise RuntimeFailure(f"the ranks do not have one loss: {[rank['losses'] for rank in found]}")
     return found

@@ -12,13 +12,12 @@ count for no time.
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from gpp_benchmarks._lengths_models import FAMILIES, IMAGE_TOKENS, MOST_IMAGES
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
 
 MOST_SECONDS = 3600.0
 SHORTEST = 4 * IMAGE_TOKENS * MOST_IMAGES // 3
@@ -30,13 +29,7 @@ TABLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    names = list(FAMILIES)
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=names,
-        help="which (all but gpt2)",
-    )
+    parser.add_argument("--models", nargs="+", choices=list(FAMILIES), help="which (all but gpt2)")
     add_option(parser, "--batches", 300, "mini-batches of each")
     add_option(parser, "--ranks", 4, "processes, and stages")
     add_option(parser, "--layers", 2, "of each tower")
@@ -65,19 +58,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         plain = _found({**settings, "is_plain": True}, num_ranks=1)
         found = _found({**settings, "is_plain": False}, num_ranks=args.ranks)
         row = {"model": model, "ranks": args.ranks, "batches": args.batches, **found}
-        row["plain_ratio"] = plain["new_over_seen"]
-        rows.append(row)
+        rows.append({**row, "plain_ratio": plain["new_over_seen"]})
     return {"rows": rows}
 
 
 def _found(settings: dict[str, Any], *, num_ranks: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for event in run_ranks(
-        "gpp_benchmarks._lengths_ranks",
-        [json.dumps(settings)],
-        num_ranks=num_ranks,
-        timeout_s=MOST_SECONDS,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    ):
-        found = event["found"]
+    (event,) = bench_ranks("_lengths_ranks", settings, num_ranks=num_ranks, timeout_s=MOST_SECONDS)
+    found: dict[str, Any] = event["found"]
     return found

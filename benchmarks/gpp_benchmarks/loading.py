@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.launch import require_modules, run_ranks
+from gpp_plugin.launch import require_modules
 
 SIZES = {
     "50m": {"hidden": 512, "layers": 12, "vocabulary": 8192},
@@ -68,16 +69,9 @@ def _load_from(folder: Path, settings: dict[str, Any], shard_mb: float) -> list[
     if not (folder / INDEX).exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_weights(folder, settings, shard_mb=shard_mb)
-    found: list[dict[str, Any]] = []
-    for event in run_ranks(
-        "gpp_benchmarks._loading_ranks",
-        [json.dumps({**settings, "weights": str(folder)})],
-        num_ranks=settings["ranks"],
-        timeout_s=MOST_SECONDS,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    ):
-        found = event["found"]
-    rows = [_row(rank, each) for rank, each in enumerate(found)]
+    settings, num_ranks = {**settings, "weights": str(folder)}, settings["ranks"]
+    (event,) = bench_ranks("_loading_ranks", settings, num_ranks=num_ranks, timeout_s=MOST_SECONDS)
+    rows = [_row(rank, each) for rank, each in enumerate(event["found"])]
     for row in rows:
         taken, share = row["peak_mb"] - row["before_load_mb"], row["stage_mb"]
         if taken > MOST_OVER_SHARE * share + SLACK_MB:

@@ -24,10 +24,10 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -148,7 +148,7 @@ the shortest is below the longest on T5 in eight asynchronous stages."""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="what to plan")
+    add_choices(parser, "--models", MODELS, "what to plan")
     add_option(parser, "--stages", [4, 8], "numbers of stages")
     add_option(parser, "--modes", ["sync", "async"], "modes to search", choices=["sync", "async"])
     add_option(parser, "--cluster", "a100_pcie", "a cluster description")
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                     _report(f"  {row['optimization']:5} over vpipe {_by_limit_text(row)}")
                 sensitivity += more
                 if mode == "async":
-                    balance += cell.balance(rows)
+                    balance += cell.balance()
             if "sync" in args.modes:
                 rows += zero_rows(costs, model, stages)
     summary = {**summarize(rows), "by_limit": over_limits(sensitivity)}
@@ -245,11 +245,7 @@ class Cell:
 
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each optimization and planner."""
-        return [
-            self._row(optimization, name, self._found(optimization, name, self.slowdown), self._fastest_us())
-            for optimization in OPTIMIZATIONS
-            for name in PLANNERS
-        ]
+        return [self._row(optimization, name) for optimization in OPTIMIZATIONS for name in PLANNERS]
 
     def sensitivity(self, limits: Sequence[float]) -> list[dict[str, Any]]:
         """Return a row for each optimization that takes time: dawnpiper's batch over vPipe's at each limit on it."""
@@ -316,9 +312,8 @@ class Cell:
 
         return largest(plan_at, start)
 
-    def _row(
-        self, optimization: str, name: str, found: ChainPlan | None, fastest_us: float
-    ) -> dict[str, Any]:
+    def _row(self, optimization: str, name: str) -> dict[str, Any]:
+        found = self._found(optimization, name, self.slowdown)
         micro_batch = round(found.local) if found is not None else 0
         times = [stage.us for stage in found.stages] if found is not None else []
         return {
@@ -326,7 +321,7 @@ class Cell:
             "planner": name,
             "max_batch": micro_batch * (self.stages if self.mode == "sync" else 1),
             "micro_batch": micro_batch,
-            "slowdown": found.us_per_sample / fastest_us if found is not None else None,
+            "slowdown": found.us_per_sample / self._fastest_us() if found is not None else None,
             "spread": 1 - min(times) / max(times) if times else None,
             "plan_cpu_s": self._plan_seconds(name, optimization, micro_batch) if micro_batch else None,
             "paper": paper_batch(self.model, self.stages, self.mode, optimization, name),
@@ -347,14 +342,10 @@ class Cell:
         PLANNERS[name][0](factory.at(micro_batch, self.stages))
         return time.process_time() - begin
 
-    def balance(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def balance(self) -> list[dict[str, Any]]:
         """Return the stage times of both planners of memory at 2.5 times vPipe's largest plain micro-batch."""
-        plain = next(
-            row["micro_batch"]
-            for row in reversed(rows)
-            if row["planner"] == "vpipe" and row["optimization"] == "none"
-        )
-        micro_batch = round(BALANCE_BATCH * plain)
+        plain = self._largest_plain("vpipe")
+        micro_batch = round(BALANCE_BATCH * round(plain.local)) if plain is not None else 0
         result = []
         for name in RATIO_OF if micro_batch else ():
             found = PLANNERS[name][0](self._factory(name, "S+R").at(micro_batch, self.stages))
@@ -421,16 +412,17 @@ def zero_rows(costs: CostModel, model: str, stages: int) -> list[dict[str, Any]]
 def summarize(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return mean ratios of dawnpiper over vPipe beside the paper's, and the cells where it is behind."""
     ratios, behind = [], []
-    for cell, batches in _cells(rows):
+    cells = _cells(rows)
+    for cell, batches in cells.items():
         ours = batches.get("dawnpiper", {}).get("max_batch", 0)
         behind += [
             [*cell, name] for name, row in batches.items() if name in PLANNERS and row["max_batch"] > ours
         ]
     names = "stages", "mode", "optimization"
-    for key in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+    for key in dict.fromkeys(cell[1:] for cell in cells):
         pairs = [
             (batches["dawnpiper"], batches["vpipe"])
-            for cell, batches in _cells(rows)
+            for cell, batches in cells.items()
             if cell[1:] == key and "vpipe" in batches and batches["vpipe"]["max_batch"]
         ]
         published = [(a["paper"], b["paper"]) for a, b in pairs if a["paper"] and b["paper"]]
@@ -475,12 +467,12 @@ def _mean(ratios: list[float]) -> float | None:
     return statistics.geometric_mean(ratios) if min(ratios) > 0 else 0.0
 
 
-def _cells(rows: list[dict[str, Any]]) -> Iterator[tuple[tuple[Any, ...], dict[str, dict[str, Any]]]]:
+def _cells(rows: list[dict[str, Any]]) -> dict[tuple[Any, ...], dict[str, dict[str, Any]]]:
     cells: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
     for row in rows:
         cell = row["model"], row["stages"], row["mode"], row["optimization"]
         cells.setdefault(cell, {})[row["planner"]] = row
-    yield from cells.items()
+    return cells
 
 
 def _report(text: str) -> None:

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 from typing import Any
 
 from gpp_benchmarks._memory_pairs import CONFIGS, PLANS, MemoryCase
+from gpp_benchmarks._options import add_choices
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError, DeviceMissing
-from gpp_plugin.launch import run_ranks
 from gpp_plugin.plan.costs.memory_formula import TOLERANCE
 from gpp_plugin.report.units import format_bytes
 
@@ -35,14 +35,12 @@ TABLE = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--models", nargs="+", choices=list(CONFIGS), default=list(CONFIGS), help="(%(default)s)"
-    )
+    add_choices(parser, "--models", CONFIGS, "(%(default)s)")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="(%(default)s)")
     parser.add_argument(
         "--cap-gb", type=float, default=4.0, help="memory of each rank, on a CUDA device (%(default)s)"
     )
-    parser.add_argument("--plans", nargs="+", choices=list(PLANS), default=list(PLANS), help="(%(default)s)")
+    add_choices(parser, "--plans", PLANS, "(%(default)s)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -58,15 +56,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     for model in args.models:
         case = MemoryCase(model=model, plans=tuple(args.plans))
         print(f"{model}: {case.num_ranks} ranks", flush=True)
-        for event in run_ranks(
-            "gpp_benchmarks._memory_ranks",
-            [json.dumps(dataclasses.asdict(case))],
-            num_ranks=case.num_ranks,
-            timeout_s=TIMEOUT_S,
-        ):
+        plain, num_ranks = dataclasses.asdict(case), case.num_ranks
+        for event in bench_ranks("_memory_ranks", plain, num_ranks=num_ranks, timeout_s=TIMEOUT_S):
             rows += event.get("rows", [])
-            refused += [event] if "refused" in event else []
             if "refused" in event:
+                refused.append(event)
                 print(f"{event['plan']}: {event['refused']}")
     if not rows:
         raise ConfigError("no plan could be made; see above")

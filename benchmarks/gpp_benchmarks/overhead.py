@@ -10,13 +10,12 @@ threads of all ranks, beyond pure compute as well: it tells more where the machi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from typing import Any
 
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.launch import run_ranks
 
 RUNTIMES = ("gpp", "raw", "torch_1f1b", "torch_runtime", "deepspeed")
 RIVAL_SHARES = {"torch_1f1b": 1.0, "deepspeed": 0.5}
@@ -36,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--micro-batch-size", 4, "samples of one")
     add_option(parser, "--width", 64, "of the linear layers")
     add_option(parser, "--rounds", 40, "iterations of each runtime")
-    parser.add_argument(
-        "--runtimes", nargs="+", default=list(RUNTIMES), choices=RUNTIMES, help="what to compare"
-    )
+    add_choices(parser, "--runtimes", RUNTIMES, "what to compare")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -72,13 +69,8 @@ def _measure(args: argparse.Namespace, num_ranks: int) -> dict[str, list[Sample]
     settings = {"size": size, "runtimes": args.runtimes, "rounds": args.rounds}
     print(f"{num_ranks} ranks: {args.rounds} rounds of {', '.join(args.runtimes)}", flush=True)
     times: dict[str, list[Sample]] = {}
-    for event in run_ranks(
-        "gpp_benchmarks._overhead_ranks",
-        [json.dumps(settings)],
-        num_ranks=num_ranks,
-        timeout_s=START_S + ROUND_S * args.rounds * num_ranks,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    ):
+    timeout_s = START_S + ROUND_S * args.rounds * num_ranks
+    for event in bench_ranks("_overhead_ranks", settings, num_ranks=num_ranks, timeout_s=timeout_s):
         if event["event"] == "times":
             times = event["times"]
         elif event["index"] % max(1, args.rounds // 4) == 0:

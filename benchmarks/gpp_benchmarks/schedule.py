@@ -20,7 +20,7 @@ import argparse
 import functools
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from gpp_benchmarks._emulated_graphs import (
@@ -31,7 +31,7 @@ from gpp_benchmarks._emulated_graphs import (
     linear_bytes,
     linear_plan,
 )
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option, add_real_time
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.report.rows_text import BARS, RowsChart
@@ -48,16 +48,12 @@ CHART = RowsChart(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--what", nargs="+", choices=PARTS, default=list(PARTS), help="parts to run (all)")
+    add_choices(parser, "--what", PARTS, "parts to run (all)")
     add_option(parser, "--rounds", 7, "iterations of each contender")
     parser.add_argument("--ranks", nargs="+", type=int, default=[4, 8], help="lengths of the chain (4 8)")
     add_option(parser, "--forward-ms", 20.0, "of every stage")
     add_option(parser, "--backward-ms", 40.0, "of every stage")
-    parser.add_argument(
-        "--real-time",
-        action="store_true",
-        help="real-time priority while a contest runs, for a machine with other work (needs root)",
-    )
+    add_real_time(parser, "a contest runs")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -78,47 +74,33 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     from gpp_plugin.compare.alternated_benchmarks import run_alternated
 
     race = functools.partial(run_alternated, rounds=args.rounds, tell=_tell, is_real_time=args.real_time)
+    times = {"forward_us": args.forward_ms * 1e3, "backward_us": args.backward_ms * 1e3}
     rows: list[dict[str, Any]] = []
     if "chain" in args.what:
         for num_ranks in args.ranks:
-            rows += _race([chain(args, num_ranks)], num_ranks, ("deepspeed", "torch_1f1b"), race)
+            count = MICRO_BATCHES_PER_STAGE * num_ranks
+            chain = emulated_plan("chain", chain_links(num_ranks), num_micro_batches=count, **times)
+            rows += _race([chain], num_ranks, ("deepspeed", "torch_1f1b"), race)
     if "graphs" in args.what:
-        rows += _calibrated(_race(graphs(args), GRAPH_RANKS, ("deepspeed",), race), rows)
-    times = {"forward_us": args.forward_ms * 1e3, "backward_us": args.backward_ms * 1e3}
-    if "slicing" in args.what:
-        rows += slicing_rows(**times, race=race)
-    if "zero-bubble" in args.what:
-        rows += zero_bubble_rows(**times, race=race)
-    if "interleaved" in args.what:
-        rows += interleaved_rows(**times, race=race)
-    if "colocated" in args.what:
-        rows += colocated_rows(**times, race=race)
+        rows += _calibrated(_race(graphs(times), GRAPH_RANKS, ("deepspeed",), race), rows)
+    of_orders = {
+        "slicing": slicing_rows,
+        "zero-bubble": zero_bubble_rows,
+        "interleaved": interleaved_rows,
+        "colocated": colocated_rows,
+    }
+    for part, rows_of in of_orders.items():
+        if part in args.what:
+            rows += rows_of(race, **times)
     return {"rows": rows}
 
 
-def chain(args: argparse.Namespace, num_ranks: int) -> PipelinePlan:
-    """Return a chain with twice as many micro-batches as stages."""
-    return emulated_plan(
-        "chain",
-        chain_links(num_ranks),
-        num_micro_batches=MICRO_BATCHES_PER_STAGE * num_ranks,
-        forward_us=args.forward_ms * 1e3,
-        backward_us=args.backward_ms * 1e3,
-    )
-
-
-def graphs(args: argparse.Namespace) -> list[PipelinePlan]:
+def graphs(times: Mapping[str, Any]) -> list[PipelinePlan]:
     """Return the multi-branch graphs on eight ranks, with twice as many micro-batches as the chain is deep."""
 
     def plan(name: str, links: Sequence[tuple[int, int]], **options: Any) -> PipelinePlan:
-        return emulated_plan(
-            name,
-            links,
-            num_micro_batches=MICRO_BATCHES_PER_STAGE * GRAPH_RANKS,
-            forward_us=args.forward_ms * 1e3,
-            backward_us=args.backward_ms * 1e3,
-            **options,
-        )
+        count = MICRO_BATCHES_PER_STAGE * GRAPH_RANKS
+        return emulated_plan(name, links, num_micro_batches=count, **times, **options)
 
     joint = [*chain_links(3), *chain_links(3, 3), (2, 6), (5, 6)]
     cross_attention = [(3, decoder) for decoder in (5, 6, 7)]

@@ -18,9 +18,8 @@ from typing import Any
 from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_benchmarks._options import add_option
 from gpp_benchmarks._oracle import bottleneck_us
-from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, searched
 from gpp_plugin.api import make_request
-from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, choose_schedule
@@ -211,22 +210,18 @@ def time_search(model: str, request: PlanRequest, planner: str, limit: float) ->
         "bottleneck_us_per_sample": None,
         "depth": None,
         "iteration_us": None,
-        "status": "ok",
+        "status": "",
         "not_searched": "",
     }
     wall, cpu = time.perf_counter(), time.process_time()
-    try:
-        with time_limit(limit):
-            # which leaves a plan as it is where ranks are to hold one stage each
-            plan = share_ranks(make_plan(planner, request), request, schedule="1f1b")
-        row["not_searched"] = "; ".join(
-            n.removeprefix(LEFT_OUT) for n in plan.notes if n.startswith(LEFT_OUT)
-        )
+    # which leaves a plan as it is where ranks are to hold one stage each
+    plan, row["status"] = searched(
+        limit, lambda: share_ranks(make_plan(planner, request), request, schedule="1f1b")
+    )
+    if plan is not None:
+        left_out = (note.removeprefix(LEFT_OUT) for note in plan.notes if note.startswith(LEFT_OUT))
+        row["not_searched"] = "; ".join(left_out)
         row["bottleneck_us_per_sample"] = bottleneck_us(plan.stages)
         row["depth"], row["iteration_us"] = plan.depth, plan.iteration_us
-    except TimeoutError:
-        row["status"] = f"timeout after {limit:g} s"
-    except PlanError as error:
-        row["status"] = str(error)
     row["seconds"], row["cpu_seconds"] = time.perf_counter() - wall, time.process_time() - cpu
     return row

@@ -16,6 +16,7 @@ import statistics
 import time
 from typing import Any
 
+from gpp_benchmarks._ranks import start_engine
 from gpp_plugin.errors import ConfigError, DeviceMissing
 
 MOST_SLOWDOWN = 1.3
@@ -83,7 +84,6 @@ def _train(
 ) -> dict[str, Any]:
     import torch
 
-    from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, initialize
     from gpp_plugin.integrations.huggingface.hf_models import build_model_of, config_of, make_example_batch
 
     layers, hidden, length, _ = sizes
@@ -97,10 +97,9 @@ def _train(
         "train_batch_size": batch,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         "bf16": {"enabled": args.device == "cuda"},
-        "steps_per_print": 1_000_000,
         "graph_pipeline": {"stages": 1, "memory": memory},
     }
-    engine, *_ = initialize(model=GraphPipelineModule(model, sample_batch=sample), config=config)
+    engine = start_engine(model, sample, config)
     times = []
     for step in range(2 + args.steps):
         start = time.perf_counter()

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
 import time
 from typing import Any
 
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.api import make_request, plan_for
 from gpp_plugin.commands.command_parser import list_of_numbers
 from gpp_plugin.errors import ConfigError, PlanError
@@ -31,7 +31,7 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import element_bytes
-from gpp_plugin.launch import require_modules, run_ranks
+from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -157,13 +157,8 @@ def _against_megatron(args: argparse.Namespace) -> dict[str, Any]:
             f"heads that {RANKS} divides and that divide the width, and at least 1 round"
         )
     settings = {**shape, "vocabulary": VOCABULARY, "rounds": args.rounds}
-    (event,) = run_ranks(
-        "gpp_benchmarks._tensor_ranks",
-        [json.dumps(settings)],
-        num_ranks=RANKS,
-        timeout_s=START_S + ROUND_S * args.rounds,
-        environment={"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )
+    timeout_s = START_S + ROUND_S * args.rounds
+    (event,) = bench_ranks("_tensor_ranks", settings, num_ranks=RANKS, timeout_s=timeout_s)
     megatron, rows = event["times"]["megatron"], []
     for name, times in event["times"].items():
         wall, cpu = (statistics.median(each[i] for each in times) for i in (0, 1))
@@ -172,14 +167,8 @@ def _against_megatron(args: argparse.Namespace) -> dict[str, Any]:
             statistics.median(own[i] / other[i] for own, other in zip(times, megatron, strict=True))
             for i in (0, 1)
         ]
-        row = {
-            "name": name,
-            "ms": wall * 1e3,
-            "cpu_ms": cpu * 1e3,
-            "ratio": ratios[0],
-            "cpu_ratio": ratios[1],
-        }
-        rows.append({**row, "parameters": event["parameters"][name]})
+        measured = {"ms": wall * 1e3, "cpu_ms": cpu * 1e3, "ratio": ratios[0], "cpu_ratio": ratios[1]}
+        rows.append({"name": name, **measured, "parameters": event["parameters"][name]})
     print(format_rows(rows))
     return {"rows": rows, "shape": args.shape, "rounds": args.rounds}
 

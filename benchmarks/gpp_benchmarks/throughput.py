@@ -34,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from gpp_benchmarks._options import add_option
-from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, time_limit
+from gpp_benchmarks._paper import PAPER_DEVICES, PAPER_MODELS, paper_request, searched
 from gpp_plugin.compare.simulated import best_chain, block_orders, in_order
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
@@ -246,16 +246,12 @@ def _row(
         "depth": None,
         "micro_batch_sizes": None,
         "seconds": None,
-        "status": "ok",
+        "status": "",
     }
     begin = time.perf_counter()
-    try:
-        with time_limit(limit):
-            plan = search()
-    except TimeoutError:
-        return {**row, "status": f"timeout after {limit:g} s"}
-    except PlanError as error:
-        return {**row, "status": str(error)}
+    plan, row["status"] = searched(limit, search)
+    if plan is None:
+        return row
     row["seconds"] = time.perf_counter() - begin
     costs = CostModel(request.graph, request.profile, request.cluster)
     # the plan's graph is its own: that of a chain has edges of order

@@ -9,13 +9,12 @@ Megatron-core's multi-module communicator runs as released and with patches/. Ev
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import Any
 
-from gpp_benchmarks._options import add_option
+from gpp_benchmarks._options import add_choices, add_option
+from gpp_benchmarks._ranks import ON_CPU, bench_ranks
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.launch import run_ranks
 
 SYSTEMS = ("gpp", "deepspeed", "torch", "megatron", "megatron_patched")
 START_S = 120.0
@@ -25,7 +24,7 @@ LONGEST_REASON = 160
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS), help="runtimes (all)")
+    add_choices(parser, "--systems", SYSTEMS, "runtimes (all)")
     parser.add_argument("--topologies", nargs="+", default=None, help="names of graphs (all)")
     add_option(parser, "--rounds", 20, "timed steps of each cell")
     add_option(parser, "--limit", 20.0, "seconds after which a cell is a deadlock")
@@ -65,7 +64,7 @@ def _cell(topology: str, system: str, num_ranks: int, args: argparse.Namespace) 
         "iteration_ms": None,
         "detail": f"no end within {args.limit:g} s",
     }
-    environment = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    environment = dict(ON_CPU)
     if system == "megatron_patched":
         from gpp_plugin.doctor.checks import patched_package
 
@@ -81,13 +80,8 @@ def _outcome(
 ) -> dict[str, Any]:
     settings = {"topology": topology, "system": system, "rounds": args.rounds, "limit_s": args.limit}
     try:
-        for event in run_ranks(
-            "gpp_benchmarks._topology_ranks",
-            [json.dumps(settings)],
-            num_ranks=num_ranks,
-            timeout_s=START_S + args.limit,
-            environment=environment,
-        ):
+        options: dict[str, Any] = {"num_ranks": num_ranks, "timeout_s": START_S + args.limit}
+        for event in bench_ranks("_topology_ranks", settings, **options, environment=environment):
             if event["event"] == "refused":
                 return {"status": "refused", "detail": " ".join(event["reason"].split())[:LONGEST_REASON]}
             if event["event"] == "deadlock":

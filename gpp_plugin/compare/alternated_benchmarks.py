@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer, join_ranks
+from gpp_plugin.integrations.deepspeed.stock_engine import PipelinePeer, join_ranks
 from gpp_plugin.integrations.megatron.p2p import MegatronPeer, PeerModule
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import Task, TaskKind

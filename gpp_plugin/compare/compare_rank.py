@@ -152,13 +152,7 @@ class SingleProcess:
             if parameter.is_floating_point():
                 parameter.data = parameter.data.to(self._dtype)
         self._optimizer = _make_optimizer(stage.deepspeed.get("optimizer"), self._masters)
-        self._rates = LearningRates(
-            StageParameterGroups(trained, None),
-            optimizer=None,
-            optimizer_block=ds_config.get("optimizer"),
-            scheduler=None,
-            scheduler_block=ds_config.get("scheduler"),
-        )
+        self._rates = LearningRates(StageParameterGroups(trained, None), ds_config)
         self._rates.publish(self._optimizer)
 
     def facts(self) -> dict[str, Any]:

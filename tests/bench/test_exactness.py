@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gpp_benchmarks._exactness_ranks import Case, CaseResult, draw_cases, run_cases_here
-from gpp_benchmarks._linear_ranks import LinearHooks
 from gpp_benchmarks._linear_stages import (
     FP32_LIMIT,
     GradientError,
+    LinearHooks,
     starts_nearby,
     tensor_errors,
     worst_error,

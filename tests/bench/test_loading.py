@@ -35,7 +35,7 @@ def test_a_rank_that_takes_more_than_its_share_fails(monkeypatch, tmp_path) -> N
         {"stage_mb": 1000.0, "before_load_mb": 500.0, "peak_mb": peak, "imported_mb": 400.0}
         for peak in (1700.0, 2400.0)
     ]
-    monkeypatch.setattr(loading, "run_ranks", lambda *args, **options: iter([{"found": found}]))
+    monkeypatch.setattr(loading, "bench_ranks", lambda *args, **options: iter([{"found": found}]))
     with pytest.raises(RuntimeFailure, match="rank 1 took 1900 MB to load 1000 MB"):
         loading._load_from(tmp_path, {**SMALL, "ranks": 2}, 1.0)
 

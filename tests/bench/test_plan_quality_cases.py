@@ -8,9 +8,9 @@ import dataclasses
 import pytest
 
 from gpp_benchmarks import plan_quality
-from gpp_benchmarks._map_cases import best_map_us, check_map, map_request
 from gpp_benchmarks._oracle import best_unlike_us, unlike_request
 from gpp_benchmarks._oracle_costs import step_us
+from gpp_benchmarks.plan_quality import best_map_us, check_map, map_request
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan

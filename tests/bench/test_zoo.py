@@ -127,7 +127,7 @@ def test_what_is_wrong_on_ranks_is_told(
 ) -> None:
     events = [{"row": {"name": "clap", "kind": "retrieval", "verdict": "wrong", "line": "parameters", "ranks": 3,
                        "stages": 3, "loss_error": 0.0, "parameter_error": 1e-3}}]  # fmt: skip
-    monkeypatch.setattr(_on_ranks, "run_ranks", lambda *_, **__: iter(events))
+    monkeypatch.setattr(_on_ranks, "bench_ranks", lambda *_, **__: iter(events))
     assert main(["bench", "zoo", "--ranks", "3", "--models", "clap", "--json"]) == 1
     assert told(capsys)["wrong"] == ["clap"]
 

@@ -16,10 +16,10 @@ from gpp_plugin.integrations.megatron import (
     gather_full_state,
     gpt_stage,
     load_full_state,
+    require_megatron,
     transformer_block_stage,
 )
 from gpp_plugin.integrations.megatron.chunks import DropoutStreams
-from gpp_plugin.integrations.megatron.stages import require_megatron
 from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph, make_contexts
 from tests.integrations.engine_jobs import said_of
 

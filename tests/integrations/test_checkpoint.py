@@ -22,7 +22,6 @@ from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, save_c
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
-from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
 from tests.integrations import toy
@@ -153,7 +152,7 @@ def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> s
         names = (*toy.SHAPES, *(() if options.get("smaller") else ("frozen.weight",)))
         module: nn.Module = toy.Holder(names)
         groups = StageGroups.create(plan, timeout_s=60)
-        engine = make_stage_engine(module=module, config=config, plan=plan, rank=rank, groups=groups)
+        engine = toy.engine_of(module, config, plan=plan, rank=rank, groups=groups)
     else:
         engine = toy.make_engine(rank, config)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +22,8 @@ def make_parameters(*names: str) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.zeros(2)) for name in names}
 
 
-make_rates = functools.partial(
-    LearningRates, optimizer=None, optimizer_block=None, scheduler=None, scheduler_block=None
-)
+def make_rates(groups, *, optimizer_block=None, scheduler_block=None, **options) -> LearningRates:
+    return LearningRates(groups, {"optimizer": optimizer_block, "scheduler": scheduler_block}, **options)
 
 
 GROUPS = [{"params": ["a", "b"], "weight_decay": 0.0}, {"params": ["c"]}, {"params": ["d", "e"], "lr": 0.5}]

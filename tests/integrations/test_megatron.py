@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.megatron import cpu, gpt_stage
-from gpp_plugin.integrations.megatron.stages import require_megatron
+from gpp_plugin.integrations.megatron import cpu, gpt_stage, require_megatron
 from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph
 from tests.integrations import megatron_jobs as jobs
 from tests.ranks import run_kept_ranks

@@ -12,9 +12,10 @@ import torch.distributed as dist
 from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.integrations.megatron.p2p import check_megatron_p2p
+from gpp_plugin.integrations.megatron.p2p import MEGATRON_TRANSPORT
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.plugins import TransportRequest
 from gpp_plugin.runtime.messages.payloads import Payload
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
@@ -64,12 +65,8 @@ def wait_in_vain() -> str:
     """Wait on rank 1 for a gradient that rank 0 does not send; return what the error says."""
     from megatron.core.pipeline_parallel import p2p_communication  # noqa: F401 - seconds, not part of a wait
 
-    from gpp_plugin.integrations.megatron.p2p import over_megatron
-    from gpp_plugin.runtime.messages.transport import make_transport
-
     dist.barrier()
     plan = emulated_plan("pair", [(0, 1)], num_micro_batches=4)
-    device = torch.device("cpu")
     message = Message(
         edge=0,
         direction=Direction.ACTIVATION,
@@ -81,15 +78,15 @@ def wait_in_vain() -> str:
         has_whole_tensors=True,
     )
     payload = Payload(name="x0", slot=0, axis=0, first_row=0, num_rows=2, shape=(2, 3), dtype=torch.float32)
-    native = make_transport(device=device, channels=[message.channel], timeout_s=WAIT_S)
-    transport = over_megatron(
-        native,
-        plan,
+    request = TransportRequest(
+        plan=plan,
         specs={spec.name: spec for spec in plan.tensors},
-        channels=[message.channel],
-        device=device,
+        channels=frozenset([message.channel]),
+        device="cpu",
+        backend="gloo",
         timeout_s=WAIT_S,
     )
+    transport = MEGATRON_TRANSPORT.make(request)
     said = ""
     if dist.get_rank() == 1:
         pending = transport.bind_receive(message, [payload], plan.edge_name(0))([torch.empty(payload.shape)])
@@ -143,12 +140,12 @@ def test_what_cannot_work_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ConfigError, match=r"p2p: \"megatorn\" is not valid; give one of native, megatron"):
         read_config({"graph_pipeline": {"p2p": "megatorn"}})
     with pytest.raises(ConfigError) as refused:
-        check_megatron_p2p(torch.device("cuda", 0))
+        MEGATRON_TRANSPORT.check("cuda:0")
     assert "on a CUDA device sends over NCCL" in str(refused.value)
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError) as refused:
-        check_megatron_p2p(torch.device("cpu"))
+        MEGATRON_TRANSPORT.check("cpu")
     assert str(refused.value) == (
         'graph_pipeline.p2p: "megatron" needs megatron-core, which is not installed; pip install '
         "'megatron-core>=0.16', or write \"native\""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,9 +30,11 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 
 
 def held(given: Any = None, dtype: str = "float32", zero: int = 0, **config: Any) -> OptimizerBytes:
-    return optimizer_bytes(
-        config, given, dtype=dtype, accumulation_dtype=dtype, zero_stage=zero, device_type="cuda"
-    )
+    return optimizer_bytes(config, given, stage_of(dtype, dtype, zero), device_type="cuda")
+
+
+def stage_of(dtype: str, accumulation_dtype: str, zero_stage: int = 0) -> Any:
+    return SimpleNamespace(dtype=dtype, accumulation_dtype=accumulation_dtype, zero_stage=zero_stage)
 
 
 @pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
@@ -51,9 +54,7 @@ def test_the_table_is_true_of_torch(name: str, options: dict[str, Any]) -> None:
 
 def test_masters_and_sums() -> None:
     assert held(dtype="bfloat16").total == 12.0 == held(zero=1).total
-    summed = optimizer_bytes(
-        {}, None, dtype="bfloat16", accumulation_dtype="float32", zero_stage=0, device_type="cuda"
-    )
+    summed = optimizer_bytes({}, None, stage_of("bfloat16", "float32"), device_type="cuda")
     assert (summed.state, summed.master, summed.sums) == (8.0, 4.0, 4.0)
     offload = {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}
     assert held(dtype="bfloat16", zero=1, **offload).total == 0.0, "they are on the host"

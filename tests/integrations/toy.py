@@ -7,14 +7,16 @@ head (rank 3)       embed.weight (tied), norm.weight, out.*
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
-from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine
+from gpp_plugin.integrations.deepspeed.stage_optimizer import FRAMEWORK, DeepSpeedOptimizer
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -102,9 +104,15 @@ def make_engine(
     plan = make_plan(config.get("train_batch_size", 8))
     groups = StageGroups.create(plan, (TIE,), timeout_s=60)
     module = module or make_stage(plan.stage_of_rank(rank))
-    return make_stage_engine(
-        module=module, config=config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options
-    )
+    return engine_of(module, config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options)
+
+
+def engine_of(module: nn.Module, config: dict[str, Any], **options: Any) -> StageEngine:
+    """Return a rank's one stage whose weights DeepSpeed updates; options of its optimizer, and of `RankEngine`."""
+    names = ("optimizer", "lr_scheduler", "parameter_groups")
+    own = {name: options.pop(name) for name in names if name in options}
+    make_optimizer = functools.partial(DeepSpeedOptimizer, config=config, **own)
+    return RankEngine(modules=[module], make_optimizer=make_optimizer, framework=FRAMEWORK, **options).only
 
 
 def add_gradient(parameter: Tensor, value: Tensor) -> None:

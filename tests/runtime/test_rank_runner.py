@@ -18,12 +18,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gpp_benchmarks import _exactness_kept as ranks
 from gpp_benchmarks._emulated_graphs import chain_links, emulated_plan, with_in_flight
 from gpp_benchmarks._exactness_kept import DrawnRank
-from gpp_benchmarks._linear_ranks import LinearHooks, stage_rows
 from gpp_benchmarks._linear_stages import (
     DATA_WIDTH,
+    LinearHooks,
     LinearNetwork,
     linear_network,
     single_process_gradients,
+    stage_rows,
     tensor_errors,
 )
 from gpp_benchmarks._random_plans import FAMILIES, random_draw

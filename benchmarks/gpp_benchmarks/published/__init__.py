@@ -17,6 +17,7 @@ import argparse
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from gpp_benchmarks._options import add_choices
 from gpp_benchmarks.published._language_models import language_model_rows
 from gpp_benchmarks.published._optimus import optimus_rows
 from gpp_benchmarks.published._rows import FITTED, Row, count_within, format_rows, held_out_error
@@ -42,9 +43,7 @@ CHART = RowsChart(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of this benchmark."""
-    parser.add_argument(
-        "--sources", nargs="+", choices=list(SOURCES), default=list(SOURCES), help="what to run (all)"
-    )
+    add_choices(parser, "--sources", SOURCES, "what to run (all)")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

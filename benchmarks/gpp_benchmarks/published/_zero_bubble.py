@@ -236,7 +236,7 @@ class Model:
         return 32.0 / (34.0 + 5.0 * self.heads * SEQUENCE / self.hidden)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Run:
     """One row: times of F, B and W of a micro-batch on a stage and of a message, in ms; bubble rates."""
 
@@ -281,13 +281,7 @@ _TABLE = (
     (_LARGEST, 256, (10.402, 10.248, 7.698), 0.460, (0.1352, 0.0594, 0.0018, 0.0624)),
 )
 RUNS = tuple(
-    Run(
-        model=model,
-        micro_batches=m,
-        times=times,
-        message=message,
-        rates=dict(zip(SCHEDULES, rates, strict=True)),
-    )
+    Run(model, m, times, message, dict(zip(SCHEDULES, rates, strict=True)))
     for model, m, times, message, rates in _TABLE
 )
 _WHY_INTERLEAVED = (

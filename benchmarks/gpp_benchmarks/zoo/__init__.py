@@ -97,14 +97,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(_line(row))
     for line in _summary_lines(summary):
         print(line)
+    return {**_ended(rows, start), "summary": summary}
+
+
+def _ended(rows: list[dict[str, Any]], start: float) -> dict[str, Any]:
+    """Return the rows, the seconds since ``start``, and whether nothing is silently wrong."""
     wrong = [row["name"] for row in rows if row["verdict"] == WRONG]
-    return {
-        "rows": rows,
-        "summary": summary,
-        "seconds": time.monotonic() - start,
-        "wrong": wrong,
-        "ok": not wrong,
-    }
+    return {"rows": rows, "seconds": time.monotonic() - start, "wrong": wrong, "ok": not wrong}
 
 
 def _run_plain(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,15 +131,8 @@ def _run_plain(args: argparse.Namespace) -> dict[str, Any]:
     cut = sum(bool(row["cuttable"]) and row["cuttable"]["stages"] > 1 for row in rows)
     told = ", ".join(f"{verdict} {counts[verdict]}" for verdict in VERDICTS if counts[verdict])
     print(f"{len(rows)} modules: {told}; {cut} in two stages")
-    wrong = [row["name"] for row in rows if row["verdict"] == WRONG]
-    return {
-        "rows": rows,
-        "summary": dict(counts),
-        "seconds": time.monotonic() - start,
-        "cpu_s": sum(row.get("cpu_s", 0.0) for row in rows),
-        "wrong": wrong,
-        "ok": not wrong,
-    }
+    cpu_s = sum(row.get("cpu_s", 0.0) for row in rows)
+    return {**_ended(rows, start), "summary": dict(counts), "cpu_s": cpu_s}
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

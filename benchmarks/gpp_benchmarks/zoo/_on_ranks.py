@@ -5,9 +5,7 @@ python -m gpp_benchmarks.zoo._on_ranks SETTINGS_JSON
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
 import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from gpp_benchmarks._ranks import bench_ranks, rank_settings, start_engine
 from gpp_benchmarks.zoo._catalogue import CATALOGUE, EXACT, RAW, REFUSED, WRONG, Batch, ZooModel, build_model
 from gpp_benchmarks.zoo._staged import worst_of
 from gpp_benchmarks.zoo._trial import LOSS_LIMIT, SAMPLES, empty_row, is_refusal, one_line
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.capture.tracing.sample_batches import is_counted, rows_per_sample
 from gpp_plugin.errors import GppError, RuntimeFailure
-from gpp_plugin.launch import emit_event, end_rank, run_ranks
+from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.relative_errors import loss_difference, tensor_error
 
 STEPS, UNITS = 3, 2
@@ -43,8 +42,8 @@ def rows_on_ranks(names: Sequence[str], *, num_ranks: int, timeout_s: float) -> 
     for name in names:
         row = empty_row(CATALOGUE[name]) | {"verdict": RAW, "line": "its ranks told nothing"}
         try:
-            settings = json.dumps({"name": name})
-            for event in run_ranks(__name__, [settings], num_ranks=num_ranks, timeout_s=timeout_s):
+            options: dict[str, Any] = {"num_ranks": num_ranks, "timeout_s": timeout_s}
+            for event in bench_ranks("zoo._on_ranks", {"name": name}, **options, environment=None):
                 row = event["row"]
         except RuntimeFailure as error:
             row |= {"verdict": RAW, "line": one_line(error)}
@@ -122,22 +121,16 @@ def train_here(entry: ZooModel) -> dict[str, Any]:
 
     The row has the largest relative error of a loss, and of a parameter by the norm of its tensor.
     """
-    import deepspeed
-
-    import gpp_plugin
-
     units = units_of_step(entry)
     num_ranks = dist.get_world_size()
     config = {
         "train_batch_size": SAMPLES * UNITS,
         "train_micro_batch_size_per_gpu": SAMPLES,
         "optimizer": {"type": "AdamW", "params": {**OPTIMIZER, "torch_adam": True}},
-        "steps_per_print": 10**9,
         "graph_pipeline": {"stages": num_ranks, "planner": "graphpipe"},
     }
     start = time.perf_counter()
-    wrapped = gpp_plugin.GraphPipelineModule(build_model(entry), sample_batch=units[0])
-    engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+    engine = start_engine(build_model(entry), units[0], config)
     started = time.perf_counter() - start
     losses = [float(engine.train_batch(iter(units))) for _ in range(STEPS)]
     state = engine.gather_state_dict()
@@ -195,8 +188,7 @@ def _parameter_errors(found: dict[str, Tensor], model: nn.Module) -> dict[str, f
 
 def main() -> None:
     """Train one model on this rank; rank 0 tells its row."""
-    entry = CATALOGUE[json.loads(sys.argv[1])["name"]]
-    torch.set_num_threads(1)
+    entry = CATALOGUE[rank_settings()["name"]]
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     dist.init_process_group("gloo")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -53,30 +52,20 @@ NUM_STAGES = (2, 4)
 CLUSTER = "dgx_h100"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Means:
-    """By what means a model was captured.
+def means_of(analysis: Analysis) -> dict[str, Any]:
+    """Return by what means an analysis came about.
 
-    Args:
-        how: "whole", or what tracing took beyond an export (`Analysis.means`).
-        eager_leaves: modules that run as they are, and ``eager_share`` their share of the operations of a forward.
+    ``how`` is "whole", or what tracing took beyond an export (`Analysis.means`); ``eager_leaves`` are modules that run
+    as they are, and ``eager_share`` is their share of the operations of a forward.
     """
-
-    how: str
-    eager_leaves: tuple[str, ...] = ()
-    eager_share: float = 0.0
-
-
-def means_of(analysis: Analysis) -> Means:
-    """Return by what means an analysis came about."""
     nodes = analysis.op_graph.nodes
     flops = sum(node.flops for node in nodes)
     leaves = sum(node.flops for node in nodes if node.target.startswith("eager "))
-    return Means(
-        how=", ".join(analysis.means) or "whole",
-        eager_leaves=analysis.eager,
-        eager_share=leaves / flops if flops else 0.0,
-    )
+    return {
+        "how": ", ".join(analysis.means) or "whole",
+        "eager_leaves": analysis.eager,
+        "eager_share": leaves / flops if flops else 0.0,
+    }
 
 
 def empty_row(entry: ZooModel) -> dict[str, Any]:
@@ -149,7 +138,7 @@ def _judge(
     part = OnePart(model, answers[0].given)
     captured = part.capture(part.arguments(answers[0].given, {}, SAMPLES), is_training=True)
     row |= {"capture_s": time.perf_counter() - start, "capture_cpu_s": time.process_time() - cpu}
-    row["means"] = dataclasses.asdict(means_of(captured.analysis))
+    row["means"] = means_of(captured.analysis)
     reference = make_reference(captured.analysis, part.granularity)
     row["operators"] = len(captured.op_graph.nodes)
     row["blocks"] = len(reference.block_graph.blocks)
@@ -232,11 +221,8 @@ def _request(graph: BlockGraph, reference: Reference, num_stages: int) -> PlanRe
 def _cut(plan: PipelinePlan, graph: BlockGraph) -> PipelinePlan:
     """Return the plan with two micro-batches a unit on every stage none of whose blocks mixes samples."""
     coupled = {block.name for block in graph.blocks if block.is_coupled}
-    stages = tuple(
-        stage if coupled & set(stage.blocks) else dataclasses.replace(stage, micro_batch_size=SAMPLES // 2)
-        for stage in plan.stages
-    )
-    return dataclasses.replace(plan, stages=stages)
+    sizes = [s.micro_batch_size if coupled & set(s.blocks) else SAMPLES // 2 for s in plan.stages]
+    return plan.with_each(micro_batch_size=sizes)
 
 
 @dataclass(frozen=True, slots=True)

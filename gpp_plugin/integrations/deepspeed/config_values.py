@@ -35,6 +35,7 @@ from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     KEYS,
     REFUSED_OPTIMIZERS,
     REPLACED_KEYS,
+    VALUES,
     KeyVerdict,
     configured_keys,
     names_in,
@@ -58,48 +59,18 @@ _MODELS: Mapping[str, Callable[[DeepSpeedConfig], BaseModel | None]] = {
     "weight_quantization": lambda read: read.weight_quantization_config,
 }
 """Blocks that DeepSpeed reads with a pydantic model, which drops "auto" and has all keys; and that model."""
-_Magnitude = Annotated[float, Range(low=0.0, high=1e30)]
-_VALUES: dict[tuple[str, ...], Any] = {
-    ("gradient_clipping",): _Magnitude,
-    ("steps_per_print",): Annotated[int, Range(low=0, high=2**31)],
-    ("wall_clock_breakdown",): bool,
-    ("dump_state",): bool,
-    ("disable_python_gc",): bool,
-    ("memory_breakdown",): bool,
-    ("zero_force_ds_cpu_optimizer",): bool,
-    ("log_level",): str,
-    ("prescale_gradients",): bool,
-    ("gradient_predivide_factor",): Annotated[float, Range(low=1e-30, high=1e30)],
-    ("zero_allow_untested_optimizer",): bool,
-    ("zero_optimization", "stage"): Annotated[int, Range(low=0, high=3)],
-    ("zero_optimization", "reduce_bucket_size"): Annotated[float, Range(low=1.0, high=1e18)],
-    ("zero_optimization", "allgather_bucket_size"): Annotated[float, Range(low=0.0, high=1e18)],
-    ("tensor_parallel", "autotp_size"): Annotated[int, Range(low=0, high=2**20)],
-    ("data_types", "grad_accum_dtype"): str,
-    ("fp16", "enabled"): bool,
-    ("fp16", "loss_scale"): _Magnitude,
-    ("fp16", "initial_scale_power"): Annotated[int, Range(low=0, high=126)],
-    ("fp16", "loss_scale_window"): Annotated[int, Range(low=1, high=2**31)],
-    ("fp16", "hysteresis"): Annotated[int, Range(low=1, high=2**31)],
-    ("fp16", "min_loss_scale"): _Magnitude,
-    ("bf16", "enabled"): bool,
-    ("bfloat16", "enabled"): bool,
-    ("flops_profiler", "enabled"): bool,
-    ("flops_profiler", "profile_step"): Annotated[int, Range(low=0, high=2**31)],
-    ("optimizer", "type"): str,
-    ("optimizer", "params", "lr"): _Magnitude,
-    ("optimizer", "params", "eps"): _Magnitude,
-    ("optimizer", "params", "weight_decay"): Annotated[float, Range(low=-1e30, high=1e30)],
-    ("optimizer", "params", "momentum"): Annotated[float, Range(low=0.0, high=1e30)],
-    ("optimizer", "params", "betas"): tuple[
-        Annotated[float, Range(low=0.0, high=1.0)], Annotated[float, Range(low=0.0, high=1.0)]
-    ],
-    ("scheduler", "type"): str,
-    ("scheduler", "params", "warmup_num_steps"): Annotated[float, Range(low=0.0, high=1e18)],
-    ("scheduler", "params", "total_num_steps"): Annotated[float, Range(low=0.0, high=1e18)],
-    ("scheduler", "params", "warmup_min_lr"): _Magnitude,
-    ("scheduler", "params", "warmup_max_lr"): _Magnitude,
-}
+_KINDS = {"bool": bool, "str": str, "int": int, "float": float, "pair": float}
+
+
+def _kind(name: str, low: float | None = None, high: float | None = None) -> Any:
+    """Return what reads a value of the table."""
+    kind: Any = _KINDS[name]
+    if low is not None and high is not None:
+        kind = Annotated[kind, Range(low=low, high=high)]
+    return tuple[kind, kind] if name == "pair" else kind
+
+
+_VALUES: dict[tuple[str, ...], Any] = {tuple(path.split(".")): _kind(*row) for path, row in VALUES.items()}
 """What a key's value must be where it receives."""
 _PER_GROUP = frozenset({("scheduler", "params", "warmup_min_lr"), ("scheduler", "params", "warmup_max_lr")})
 """What may also be a list, a value for each parameter group."""

@@ -42,7 +42,11 @@ from gpp_plugin.integrations.deepspeed.config_values import (
     derive_stage_config,
     read_deepspeed,
 )
-from gpp_plugin.integrations.deepspeed.learning_rates import check_blocks, optimizer_of_whole_weights
+from gpp_plugin.integrations.deepspeed.learning_rates import (
+    LearningRates,
+    StageParameterGroups,
+    optimizer_of_whole_weights,
+)
 from gpp_plugin.integrations.deepspeed.optimizer_bytes import optimizer_bytes, with_usable_adam
 from gpp_plugin.integrations.deepspeed.stage_optimizer import (
     FRAMEWORK,
@@ -369,12 +373,9 @@ class DeepSpeedFramework:
         parameter_groups: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
         self._ds_config = ds_config
-        check_blocks(
-            ds_config,
-            has_optimizer=optimizer is not None,
-            has_scheduler=lr_scheduler is not None,
-            groups=parameter_groups,
-        )
+        if optimizer is None:  # blocks that make none are refused here, before anything is captured
+            blocks = ds_config if lr_scheduler is None else {**ds_config, "scheduler": None}
+            LearningRates(StageParameterGroups({}, parameter_groups), blocks)
         self.optimizer_options: dict[str, Any] = {
             "optimizer": optimizer,
             "lr_scheduler": lr_scheduler,
@@ -480,14 +481,7 @@ def setting_of(
     ds_config = read_deepspeed(ds_config).config
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
-    held = optimizer_bytes(
-        ds_config,
-        optimizer,
-        dtype=stage.dtype,
-        accumulation_dtype=stage.accumulation_dtype,
-        zero_stage=stage.zero_stage,
-        device_type=device.type,
-    )
+    held = optimizer_bytes(ds_config, optimizer, stage, device_type=device.type)
     if held.assumed and rank == 0:
         logger.warning("%s", held.assumed)
     return Setting(

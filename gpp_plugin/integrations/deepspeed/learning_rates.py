@@ -104,10 +104,12 @@ class LearningRates:
 
     Args:
         groups: the parameter groups.
+        config: the user's DeepSpeed JSON; its ``optimizer`` and ``scheduler`` blocks are read.
         optimizer: callable that makes the user's optimizer, or None: the configuration's block.
-        optimizer_block: the ``optimizer`` block.
         scheduler: callable that makes the user's scheduler, or None: the configuration's block.
-        scheduler_block: the ``scheduler`` block.
+
+    Attributes:
+        local_groups: the numbers of the model's groups that the stage's optimizer has.
 
     Raises:
         ConfigError: a block or callable does not give an optimizer or scheduler.
@@ -116,20 +118,14 @@ class LearningRates:
     def __init__(
         self,
         groups: StageParameterGroups,
+        config: Mapping[str, Any],
         *,
-        optimizer: OptimizerFactory | None,
-        optimizer_block: Mapping[str, Any] | None,
-        scheduler: SchedulerFactory | None,
-        scheduler_block: Mapping[str, Any] | None,
+        optimizer: OptimizerFactory | None = None,
+        scheduler: SchedulerFactory | None = None,
     ) -> None:
-        self._groups = groups
-        self.mirror = _mirror_optimizer(groups, optimizer, optimizer_block)
-        self.scheduler = _scheduler(self.mirror, scheduler, scheduler_block)
-
-    @property
-    def local_groups(self) -> list[int]:
-        """Return the numbers of the model's groups that the stage's optimizer has."""
-        return self._groups.local
+        self.local_groups = groups.local
+        self.mirror = _mirror_optimizer(groups, optimizer, config.get("optimizer"))
+        self.scheduler = _scheduler(self.mirror, scheduler, config.get("scheduler"))
 
     def step(self) -> None:
         """Advance the schedule by one applied optimizer step."""
@@ -143,7 +139,7 @@ class LearningRates:
             return
         # The stage's optimizer has those groups only in which the stage has parameters: `local` are their numbers in
         # the model. Momentum and betas are scheduled by one-cycle schedules.
-        for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
+        for index, group in zip(self.local_groups, optimizer.param_groups, strict=True):
             scheduled = self.mirror.param_groups[index]
             group.update(
                 {key: scheduled[key] for key in _SCHEDULED_KEYS if key in scheduled and key in group}
@@ -154,7 +150,7 @@ class LearningRates:
         # Without a schedule users may set rates on the stage's own optimizer: those count where there are any.
         rates = [float(group["lr"]) for group in self.mirror.param_groups]
         if self.scheduler is None and optimizer is not None:
-            for index, group in zip(self._groups.local, optimizer.param_groups, strict=True):
+            for index, group in zip(self.local_groups, optimizer.param_groups, strict=True):
                 rates[index] = float(group["lr"])
         return tuple(rates)
 
@@ -229,32 +225,6 @@ class LossScale:
         """Restore what `state_dict` returned."""
         if self._scaler.dynamic:
             vars(self._scaler).update(state)
-
-
-def check_blocks(
-    config: Mapping[str, Any],
-    *,
-    has_optimizer: bool,
-    has_scheduler: bool,
-    groups: Sequence[Mapping[str, Any]] | None,
-) -> None:
-    """Refuse an ``optimizer`` or ``scheduler`` block that makes none, before anything is captured.
-
-    Args:
-        has_optimizer, has_scheduler: one is passed in the call, and the block counts for nothing.
-        groups: of the whole model.
-
-    Raises:
-        ConfigError: names the key, and what is wrong with it.
-    """
-    if not has_optimizer:
-        LearningRates(
-            StageParameterGroups({}, groups),
-            optimizer=None,
-            optimizer_block=config.get("optimizer"),
-            scheduler=None,
-            scheduler_block=None if has_scheduler else config.get("scheduler"),
-        )
 
 
 def optimizer_of_whole_weights(

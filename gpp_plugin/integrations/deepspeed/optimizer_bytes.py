@@ -23,7 +23,7 @@ from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import builder
 
 from gpp_plugin.errors import ConfigError, first_line
-from gpp_plugin.integrations.deepspeed.config_values import torch_adam_params
+from gpp_plugin.integrations.deepspeed.config_values import StageConfig, torch_adam_params
 from gpp_plugin.runtime.ranks.agree import exchange
 
 # Which implementation of Adam a DeepSpeed configuration gets: DeepSpeed's own is compiled where it is first used.
@@ -148,20 +148,14 @@ class OptimizerBytes:
 
 
 def optimizer_bytes(
-    ds_config: Mapping[str, Any],
-    user_optimizer: Any,
-    *,
-    dtype: str,
-    accumulation_dtype: str,
-    zero_stage: int,
-    device_type: str,
+    ds_config: Mapping[str, Any], user_optimizer: Any, stage: StageConfig, *, device_type: str
 ) -> OptimizerBytes:
     """Return what the optimizer of a job holds on the device.
 
     Args:
         user_optimizer: the optimizer of `deepspeed.initialize`: an instance, a callable on parameters, or None
             where the configuration has it.
-        dtype, accumulation_dtype: torch's names of the types of weights, and in which gradients are added up.
+        stage: the types of weights, and in which gradients are added up; the ZeRO stage.
     """
     # Bytes a parameter, on the device; weights and gradients themselves are counted elsewhere:
     #
@@ -185,11 +179,11 @@ def optimizer_bytes(
     is_offloaded = str((zero.get("offload_optimizer") or {}).get("device", "none")) == "cpu"
     is_elsewhere = is_offloaded and device_type != "cpu"
     # ZeRO's flat fp32 partitions are copies of the weights even where those are fp32 (DeepSpeed 0.19).
-    has_master = dtype != "float32" or zero_stage >= 1
+    has_master = stage.dtype != "float32" or stage.zero_stage >= 1
     return OptimizerBytes(
         state=0.0 if is_elsewhere else FP32_BYTES * count(options),
         master=FP32_BYTES if has_master and not is_elsewhere else 0.0,
-        sums=0.0 if accumulation_dtype == dtype else FP32_BYTES,
+        sums=0.0 if stage.accumulation_dtype == stage.dtype else FP32_BYTES,
         assumed=assumed,
     )
 

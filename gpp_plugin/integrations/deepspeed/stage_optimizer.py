@@ -29,9 +29,7 @@ from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.framework import StageReplica, StepCounters
 from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
 from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
-from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import FlatWeights
-from gpp_plugin.engine.stage_engine import StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER, StageConfig, derive_stage_config
 from gpp_plugin.integrations.deepspeed.learning_rates import (
@@ -47,32 +45,6 @@ from gpp_plugin.runtime.weight_versions import WeightPlaces
 logger = logging.getLogger(__name__)
 
 FRAMEWORK = f"DeepSpeed {deepspeed.__version__}"
-
-
-def make_stage_engine(
-    *,
-    config: Mapping[str, Any],
-    optimizer: OptimizerFactory | None = None,
-    lr_scheduler: SchedulerFactory | None = None,
-    parameter_groups: Sequence[Mapping[str, Any]] | None = None,
-    module: nn.Module,
-    **rank: Any,
-) -> StageEngine:
-    """Return a rank's one stage whose weights DeepSpeed updates; collective over all ranks.
-
-    Args:
-        config, optimizer, lr_scheduler, parameter_groups: of `DeepSpeedOptimizer`.
-        module: the stage's.
-        rank: of `RankEngine`.
-    """
-    make_optimizer = functools.partial(
-        DeepSpeedOptimizer,
-        config=config,
-        optimizer=optimizer,
-        lr_scheduler=lr_scheduler,
-        parameter_groups=parameter_groups,
-    )
-    return RankEngine(modules=[module], make_optimizer=make_optimizer, framework=FRAMEWORK, **rank).only
 
 
 class DeepSpeedOptimizer:
@@ -118,13 +90,7 @@ class DeepSpeedOptimizer:
         groups = StageParameterGroups(trainable, parameter_groups)
         # Every rank schedules all groups of the model, also where its stage trains none of them: rates in logs and
         # checkpoints are then the same everywhere.
-        self._rates = LearningRates(
-            groups,
-            optimizer=optimizer,
-            optimizer_block=config.get("optimizer"),
-            scheduler=lr_scheduler,
-            scheduler_block=config.get("scheduler"),
-        )
+        self._rates = LearningRates(groups, config, optimizer=optimizer, scheduler=lr_scheduler)
         self._has_optimizer = optimizer is not None or bool(config.get("optimizer"))
         # Explicit groups say what is trained, in their order; what they leave out rests. Without groups all of it is.
         names = groups.names() if groups.is_explicit else list(dict(module.named_parameters()))

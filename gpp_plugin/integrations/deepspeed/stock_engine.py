@@ -18,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 from deepspeed.runtime.pipe import schedule as ds_schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import Tensor, nn
 
 from gpp_plugin.capture.coarsen import coarsen
@@ -33,6 +35,7 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.metrics import keep_timeline
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER
+from gpp_plugin.integrations.deepspeed.stage_optimizer import without_shared_memory_op
 from gpp_plugin.integrations.huggingface import hf_weights
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
@@ -109,7 +112,7 @@ class ChainLayer(nn.Module):
         """Compute with these parameters and buffers from the next `use` on.
 
         Args:
-            scalars: names of those that were made one-dimensional (`at_least_1d`).
+            scalars: names of those that were made one-dimensional.
         """
         self.tensors = dict(tensors)
         self._scalars |= set(scalars)
@@ -213,11 +216,6 @@ class _Anchored(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
         return None, None
-
-
-def at_least_1d(tensor: Tensor) -> Tensor:
-    """Return a tensor that has a dimension: DeepSpeed fails to broadcast or clip a parameter without one."""
-    return tensor.reshape(1) if tensor.ndim == 0 else tensor
 
 
 def to_bits(tensor: Tensor, comm_dtype: torch.dtype) -> Tensor:
@@ -579,3 +577,84 @@ class StockPipelineEngine(PipelineEngine):
 
 def _now_us() -> float:
     return time.perf_counter_ns() / 1e3
+
+
+# ---- on a list of layers, its optimizer step separate: what benchmarks compare with -----------------------------
+
+# DeepSpeed's schedule ends with these three instructions; they run by themselves in `step`, so that a
+# benchmark can time the pipeline without them.
+_STEP = (ds_schedule.ReduceTiedGrads, ds_schedule.ReduceGrads, ds_schedule.OptimizerStep)
+
+
+class _TrainSchedule(ds_schedule.TrainSchedule):
+    """DeepSpeed's 1F1B up to the last backward."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        for commands in super().steps():
+            yield [command for command in commands if not isinstance(command, _STEP)]
+
+
+class _StepSchedule(ds_schedule.TrainSchedule):
+    """What DeepSpeed does after the last backward."""
+
+    def steps(self) -> Iterator[list[Any]]:
+        yield [command() for command in _STEP]
+
+
+def join_ranks() -> None:
+    """Join the process group that the launcher's variables describe, on gloo."""
+    with without_shared_memory_op():
+        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+
+
+class PipelinePeer:
+    """Stock DeepSpeed running a chain, one layer a rank.
+
+    Args:
+        layers: one a stage, the same on every rank; each rank keeps its own.
+        loss: from the last layer's output and the labels.
+        micro_batch_size, num_micro_batches: of one mini-batch.
+        make_optimizer: from parameters.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        *,
+        loss: Callable[[Tensor, Tensor], Tensor],
+        micro_batch_size: int,
+        num_micro_batches: int,
+        make_optimizer: Callable[[Any], torch.optim.Optimizer],
+    ) -> None:
+        module = PipelineModule(
+            layers=list(layers), num_stages=len(layers), loss_fn=loss, partition_method="uniform"
+        )
+        config = {
+            "train_batch_size": micro_batch_size * num_micro_batches,
+            "train_micro_batch_size_per_gpu": micro_batch_size,
+            "gradient_accumulation_steps": num_micro_batches,
+            "steps_per_print": 1_000_000,
+        }
+        optimizer = make_optimizer(module.parameters())
+        self.engine, *_ = deepspeed.initialize(model=module, config=config, optimizer=optimizer)
+        sizes = {
+            "micro_batches": num_micro_batches,
+            "stages": len(layers),
+            "stage_id": self.engine.stage_id,
+        }
+        self._train, self._step = _TrainSchedule(**sizes), _StepSchedule(**sizes)
+
+    def run(self, micro_batches: Iterator[tuple[Tensor, Tensor]]) -> None:
+        """Run all forwards, backwards and messages of one mini-batch (as `train_batch`, without the step)."""
+        engine = self.engine
+        engine.set_dataiterator(micro_batches)
+        engine.module.train()
+        # What `train_batch` sets before it runs its schedule (DeepSpeed 0.19:
+        # ``PipelineEngine.train_batch``).
+        engine.total_loss = engine.total_additional_losses = None
+        engine._compute_loss = True
+        engine._exec_schedule(self._train)
+
+    def step(self) -> None:
+        """Reduce gradients and step the optimizer."""
+        self.engine._exec_schedule(self._step)

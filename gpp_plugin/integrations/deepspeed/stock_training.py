@@ -35,7 +35,6 @@ from gpp_plugin.integrations.deepspeed.stock_engine import (
     ChainRunner,
     ChainSource,
     StockPipelineEngine,
-    at_least_1d,
 )
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.materialize import release_parameters
@@ -98,7 +97,8 @@ def make_stock_engine(
     tied = {name: f"tied{i}" for i, name in enumerate(tied_stages(plan, reference))}
     tensors, spare = _stage_tensors(runner, code.function.tensors)
     scalars = [name for name, tensor in tensors.items() if tensor.ndim == 0]
-    tensors = {name: at_least_1d(tensor) for name, tensor in tensors.items()}
+    # DeepSpeed fails to broadcast or clip a parameter without a dimension
+    tensors |= {name: tensors[name].reshape(1) for name in scalars}
     known = {p.name: p for p in reference.analysis.op_graph.parameters}
     # what only this stage holds, as a module that DeepSpeed's engine finds parameters and buffers in
     alone = {name: tensor for name, tensor in tensors.items() if name not in tied}

@@ -141,7 +141,8 @@ class SequenceLayer(DynamicLayer):
         peers, (rows, heads, length, size) = self._peers, key.shape
         positions = torch.arange(length, device=key.device)
         owners = peers.owners(positions, rows)
-        seen = _is_visible(mask)[:, 0, -1, :length].expand(rows, length)
+        is_visible = mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+        seen = is_visible[:, 0, -1, :length].expand(rows, length)
         # [rows, length, elements]: what a position is, and whether it is attended to
         wide = torch.cat(
             [key.transpose(1, 2).flatten(2), value.transpose(1, 2).flatten(2), seen[..., None].to(key.dtype)],
@@ -240,10 +241,6 @@ def attention(
     scaling = kwargs.get("scaling")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layer.attend(query, key, value, scaling).transpose(1, 2), None
-
-
-def _is_visible(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ class Replacement(NamedTuple):
     module: str
     name: str
     make: Callable[[], Any]
-    why: str
 
 
 class _Changed(ModuleType):
@@ -105,32 +104,24 @@ def _make_tracker() -> Any:
 _CORE = "megatron.core"
 _BRIDGE = f"{_CORE}.pipeline_parallel.bridge_communicator"
 _RANDOM = f"{_CORE}.tensor_parallel.random"
-_ON_DEVICE = {
-    f"{_CORE}.utils": "its global buffer",
-    f"{_CORE}.tensor_parallel.mappings": "gathering and scattering",
-    f"{_CORE}.tensor_parallel.layers": "the sequence-parallel backward of a linear layer",
-    f"{_CORE}.models.common.embeddings.rotary_pos_embedding": "what moves rotary frequencies",
-    f"{_CORE}.pipeline_parallel.p2p_communication": "a receive",
-    _BRIDGE: "a receive",
-}
-"""Modules that allocate on ``torch.cuda.current_device()``, and what does."""
+_ON_DEVICE = (
+    f"{_CORE}.utils",  # its global buffer
+    f"{_CORE}.tensor_parallel.mappings",  # gathering and scattering
+    f"{_CORE}.tensor_parallel.layers",  # the sequence-parallel backward of a linear layer
+    f"{_CORE}.models.common.embeddings.rotary_pos_embedding",  # what moves rotary frequencies
+    f"{_CORE}.pipeline_parallel.p2p_communication",  # a receive
+    _BRIDGE,  # a receive
+)
+"""Modules that allocate on ``torch.cuda.current_device()``."""
 REPLACED = (
-    *(Replacement(module, "torch", _torch_on_cpu, why) for module, why in _ON_DEVICE.items()),
-    Replacement(_BRIDGE, "dist", _distributed_on_cpu, "its groups are made with NCCL by name"),
-    Replacement(_RANDOM, "_get_cuda_rng_state", lambda: _get_rng_state, "recomputation keeps CUDA's state"),
-    Replacement(_RANDOM, "_set_cuda_rng_state", lambda: _set_rng_state, "recomputation keeps CUDA's state"),
-    Replacement(
-        _RANDOM,
-        "_CUDA_RNG_STATE_TRACKER",
-        _make_tracker,
-        "attention dropout draws from one of its streams, which are states of a CUDA generator",
-    ),
-    Replacement(
-        _RANDOM,
-        "_CUDA_RNG_STATE_TRACKER_INITIALIZED",
-        lambda: True,
-        "else the tracker is made anew on first use",
-    ),
+    *(Replacement(module, "torch", _torch_on_cpu) for module in _ON_DEVICE),
+    Replacement(_BRIDGE, "dist", _distributed_on_cpu),  # its groups are made with NCCL by name
+    # recomputation keeps CUDA's state
+    Replacement(_RANDOM, "_get_cuda_rng_state", lambda: _get_rng_state),
+    Replacement(_RANDOM, "_set_cuda_rng_state", lambda: _set_rng_state),
+    # attention dropout draws from one of its streams, which are states of a CUDA generator
+    Replacement(_RANDOM, "_CUDA_RNG_STATE_TRACKER", _make_tracker),
+    Replacement(_RANDOM, "_CUDA_RNG_STATE_TRACKER_INITIALIZED", lambda: True),  # else made anew on first use
 )
 
 

@@ -20,7 +20,7 @@ import datetime
 import importlib
 import importlib.util
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
-from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
 from gpp_plugin.plugins import Channel, Pending, Post, Transport, TransportFactory, TransportRequest
 from gpp_plugin.runtime.messages.payloads import Payload
@@ -129,72 +128,6 @@ class MegatronTransport:
         self._native.close()
 
 
-def check_megatron_p2p(device: torch.device) -> None:
-    """Refuse ``"p2p": "megatron"`` where it cannot work, before anything is started.
-
-    Raises:
-        ConfigError: megatron-core is not installed, or the default group does not move tensors of ``device``.
-    """
-    if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
-        raise ConfigError(
-            f"{_KEY}: \"megatron\" needs megatron-core, which is not installed; pip install 'megatron-core>=0.16', "
-            'or write "native"'
-        )
-    backend = dist.get_backend() if dist.is_initialized() else ""
-    if device.type == "cuda" and "nccl" not in backend:
-        raise ConfigError(
-            f'{_KEY}: "megatron" on a CUDA device sends over NCCL, which needs a device for each rank; the default '
-            f'group is {backend or "not there"}; write "native", which stages messages through the host'
-        )
-
-
-def over_megatron(
-    native: Transport,
-    plan: PipelinePlan,
-    *,
-    specs: Mapping[str, TensorSpec],
-    channels: Iterable[Channel],
-    device: torch.device,
-    timeout_s: float,
-) -> Transport:
-    """Return a transport that uses a `P2PCommunicator` between the ranks of each edge that it can carry.
-
-    Collective: every rank calls it with all channels of the plan's programs, which give the pairs of ranks.
-
-    Args:
-        specs: the tensors of the plan's edges by name.
-    """
-    chosen = choose_edge_transports(plan, MEGATRON, specs=specs)
-    edges = {choice.edge for choice in chosen if choice.transport == MEGATRON}
-    if not edges:
-        return native
-    is_cuda = device.type == "cuda"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of optional packages that megatron-core does without
-        importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
-        cpu.install()
-    if not is_cuda:
-        widen_open_sockets()  # one direction uses the default group
-    # An edge's two directions are one pair of ranks, one group; a channel has one direction.
-    ends = {(plan.edges[edge].src, plan.edges[edge].dst): edge for edge in sorted(edges)}
-    carried = set()
-    for channel in channels:
-        source, target = (plan.stage_of_rank(rank) for rank in channel)
-        edge = ends.get((source, target), ends.get((target, source)))
-        if edge is not None:
-            carried.add((_pair(*channel), edge))
-    return MegatronTransport(
-        native=native,
-        groups=_make_groups(
-            plan,
-            sorted(carried),
-            device=device,
-            timeout_s=collective_timeout_s(plan, timeout_s) if is_cuda else timeout_s,
-        ),
-        timeout_s=None if is_cuda else timeout_s,
-    )
-
-
 def _make_groups(
     plan: PipelinePlan, carried: Sequence[tuple[Pair, int]], *, device: torch.device, timeout_s: float
 ) -> dict[Pair, dist.ProcessGroup]:
@@ -255,18 +188,54 @@ class MegatronTransports(TransportFactory):
     """What ``"p2p": "megatron"`` names: communicators where they can carry an edge, our own transport elsewhere."""
 
     def check(self, device: str) -> None:
-        """Refuse a job without megatron-core, or without a device for each rank."""
-        check_megatron_p2p(torch.device(device))
+        """Refuse a job without megatron-core, or without a device for each rank.
+
+        Raises:
+            ConfigError: megatron-core is not installed, or the default group does not move tensors of ``device``.
+        """
+        if importlib.util.find_spec("megatron") is None or importlib.util.find_spec("megatron.core") is None:
+            raise ConfigError(
+                f"{_KEY}: \"megatron\" needs megatron-core, which is not installed; pip install 'megatron-core>=0.16', "
+                'or write "native"'
+            )
+        backend = dist.get_backend() if dist.is_initialized() else ""
+        if torch.device(device).type == "cuda" and "nccl" not in backend:
+            raise ConfigError(
+                f'{_KEY}: "megatron" on a CUDA device sends over NCCL, which needs a device for each rank; the default '
+                f'group is {backend or "not there"}; write "native", which stages messages through the host'
+            )
 
     def make(self, request: TransportRequest) -> Transport:
-        """Return the native transport with communicators put in front of it; collective."""
-        return over_megatron(
-            NATIVE_TRANSPORT.make(request),
-            request.plan,
-            specs=request.specs,
-            channels=request.channels,
-            device=torch.device(request.device),
-            timeout_s=request.timeout_s,
+        """Return a transport that uses a `P2PCommunicator` between the ranks of each edge that it can carry.
+
+        Collective: all channels of the plan's programs give the pairs of ranks.
+        """
+        plan, native = request.plan, NATIVE_TRANSPORT.make(request)
+        chosen = choose_edge_transports(plan, MEGATRON, specs=request.specs)
+        edges = {choice.edge for choice in chosen if choice.transport == MEGATRON}
+        if not edges:
+            return native
+        device, timeout_s = torch.device(request.device), request.timeout_s
+        is_cuda = device.type == "cuda"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of optional packages that megatron-core does without
+            importlib.import_module("megatron.core.pipeline_parallel.p2p_communication")
+            cpu.install()
+        if not is_cuda:
+            widen_open_sockets()  # one direction uses the default group
+        # An edge's two directions are one pair of ranks, one group; a channel has one direction.
+        ends = {(plan.edges[edge].src, plan.edges[edge].dst): edge for edge in sorted(edges)}
+        carried = set()
+        for channel in request.channels:
+            source, target = (plan.stage_of_rank(rank) for rank in channel)
+            edge = ends.get((source, target), ends.get((target, source)))
+            if edge is not None:
+                carried.add((_pair(*channel), edge))
+        group_timeout_s = collective_timeout_s(plan, timeout_s) if is_cuda else timeout_s
+        return MegatronTransport(
+            native=native,
+            groups=_make_groups(plan, sorted(carried), device=device, timeout_s=group_timeout_s),
+            timeout_s=None if is_cuda else timeout_s,
         )
 
 

@@ -102,7 +102,7 @@ class GraphPipelineTrainer(Trainer):
             raise ConfigError(
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
-        _check_arguments(args, passed)
+        _check_arguments(args)
         check_known_ranks(args)
         self._user_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
@@ -236,10 +236,8 @@ class GraphPipelineTrainer(Trainer):
             self._units = self._units_of(loader, sizes)
         config = engine_config(self._user_config, self._user_args, units=self._units, **sizes)
         self._units = config[BLOCK].get("units")
-        more: dict[str, Any] = {}
         self._has_schedule = max_steps > 0
-        if self._has_schedule:
-            more = self._recipes(config, max_steps)
+        more = self._recipes(config, max_steps) if self._has_schedule else {}
         _set_random_states(states)
         self.model.train()  # as Trainer calls it before each step: a model that overrides it has its say
         self._engine = deepspeed.initialize(
@@ -400,7 +398,8 @@ class GraphPipelineTrainer(Trainer):
         """Return loss, outputs and labels of a batch, on every rank."""
         names = [key for key in self._outputs() if key not in (ignore_keys or ())]
         labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
-        has_loss = all(label is not None for label in labels) if labels else self._returns_loss(inputs)
+        returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
+        has_loss = all(label is not None for label in labels) if labels else returns_loss
         batches = iter([dict(inputs)])
         loss: Tensor | None = None
         found: Any = {}
@@ -423,9 +422,6 @@ class GraphPipelineTrainer(Trainer):
         if self._prediction_outputs is not None:
             return self._prediction_outputs
         return ("logits_per_image", "logits_per_text") if self.can_return_loss else ("logits",)
-
-    def _returns_loss(self, inputs: Mapping[str, Any]) -> bool:
-        return bool(inputs.get("return_loss", self.can_return_loss))
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
@@ -579,7 +575,7 @@ class _Schedule:
         return self._rates
 
 
-def _check_arguments(args: Any, passed: Mapping[str, Any]) -> None:
+def _check_arguments(args: Any) -> None:
     """Refuse what changes the model or the loss outside of what stages run.
 
     Raises:

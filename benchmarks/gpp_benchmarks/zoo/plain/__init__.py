@@ -6,15 +6,14 @@ all of them, in two stages where its blocks can be cut; losses, parameters and b
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from gpp_benchmarks._ranks import bench_ranks
 from gpp_benchmarks.zoo._catalogue import ENDED
 from gpp_benchmarks.zoo.plain import _kept_state, _odd_inputs, _python_ways
 from gpp_benchmarks.zoo.plain._entry import PlainModel
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.launch import run_ranks
 
 PLAIN = "plain"
 """The family that all of these are of."""
@@ -33,12 +32,12 @@ def plain_rows(names: Sequence[str], *, timeout_s: float) -> Iterator[dict[str, 
     while waiting:
         under_way = waiting[0]
         try:
-            settings = json.dumps({"names": waiting, "timeout_s": timeout_s})
-            events = run_ranks(
-                f"{__name__}._plain_ranks",
-                [settings],
+            events = bench_ranks(
+                "zoo.plain._plain_ranks",
+                {"names": waiting, "timeout_s": timeout_s},
                 num_ranks=NUM_RANKS,
                 timeout_s=timeout_s * (1 + len(waiting)),
+                environment=None,
             )
             for event in events:
                 if "row" in event:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import logging
 import os
 import signal
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -21,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gpp_benchmarks._ranks import rank_settings, start_engine
 from gpp_benchmarks.zoo._catalogue import BROKEN, EXACT, LATE, RAW, REFUSED, WRONG, Batch
 from gpp_benchmarks.zoo._on_ranks import train_alone, trained
 from gpp_benchmarks.zoo._staged import worst_of
@@ -29,6 +28,7 @@ from gpp_benchmarks.zoo.plain import PLAIN_MODELS, empty_plain_row
 from gpp_benchmarks.zoo.plain._entry import SAMPLES, PlainModel
 from gpp_plugin.capture.tracing.outside import hidden_process_group
 from gpp_plugin.errors import PlanError
+from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.relative_errors import loss_difference, relative_error
 from gpp_plugin.runtime.ranks.job_board import close_board
@@ -81,27 +81,21 @@ class _Trial:
             return self._engine(1)
 
     def _engine(self, stages: int) -> Any:
-        import deepspeed
-
-        import gpp_plugin
-
         config = {
             "train_batch_size": SAMPLES * UNITS,
             "train_micro_batch_size_per_gpu": SAMPLES,
             "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
-            "steps_per_print": 10**9,
             "graph_pipeline": {"stages": stages, "comm_timeout_s": WAIT_S, **self.entry.block},
         }
-        wrapped = gpp_plugin.GraphPipelineModule(self.entry.build(), sample_batch=units_of(self.entry)[0][0])
-        engine, *_ = deepspeed.initialize(model=wrapped, config=config)
+        engine = start_engine(self.entry.build(), units_of(self.entry)[0][0], config)
         reference = engine._rank_runner.reference
         means = means_of(reference.analysis)
         self.cuttable = {
             "blocks": len(reference.block_graph.blocks),
             "stages": len(engine.plan.stages),
-            "eager": list(means.eager_leaves),
-            "eager_share": means.eager_share,
-            "how": means.how,
+            "eager": list(means["eager_leaves"]),
+            "eager_share": means["eager_share"],
+            "how": means["how"],
         }
         return engine
 
@@ -191,16 +185,10 @@ def _end_late(*_: Any) -> None:
 
 def main() -> None:
     """Train modules on this rank; rank 0 tells their rows."""
-    settings = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
+    settings = rank_settings()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    import deepspeed
-
-    from gpp_plugin.integrations.deepspeed.stage_optimizer import without_shared_memory_op
-
-    with without_shared_memory_op():
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    join_ranks()
     signal.signal(signal.SIGALRM, _end_late)
     for name in settings["names"]:
         if dist.get_rank() == 0:

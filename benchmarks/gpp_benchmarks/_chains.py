@@ -19,7 +19,7 @@ from torch.distributed.pipelining.schedules import _Action, _PipelineScheduleRun
 from torch.nn import functional as F
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.integrations.deepspeed.pipeline_peer import PipelinePeer
 from gpp_plugin.integrations.deepspeed.stage_optimizer import make_stage_engine

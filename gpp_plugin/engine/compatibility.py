@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.engine_files import PipelineFiles
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.engine_files import EXPORT_NAMES, PipelineFiles
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -220,17 +219,17 @@ class PipelineSurface:
     @property
     def global_steps(self) -> int:
         """Return the optimizer steps so far, skipped ones among them."""
-        return self.rank_engine.global_steps
+        return self.rank_engine.counters.global_steps
 
     @property
     def global_samples(self) -> int:
         """Return the samples trained on so far."""
-        return self.rank_engine.global_samples
+        return self.rank_engine.counters.global_samples
 
     @property
     def skipped_steps(self) -> int:
         """Return the steps that overflow prevented."""
-        return self.rank_engine.skipped_steps
+        return self.rank_engine.counters.skipped_steps
 
     def is_first_stage(self) -> bool:
         """Return whether a stage of this rank has no predecessor in the stage graph."""
@@ -559,7 +558,9 @@ class PipelineSurface:
     ) -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
         _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
-        self._files.export_as(save_dir, save_filename)
+        if save_filename not in EXPORT_NAMES:
+            raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
+        self._files.export(save_dir)
         return True
 
     save_fp16_model = save_16bit_model

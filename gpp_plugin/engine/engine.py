@@ -14,7 +14,7 @@ it does. It is composed of parts, each of which receives what it needs:
     metrics        what users see of training
     memory         what ranks hold, against the plan
 
-No file here depends on a framework: what is needed of one is a `Framework`.
+No file here depends on a framework: the engine is given what makes optimizers and monitors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import (
@@ -47,32 +47,26 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
-from gpp_plugin.engine.evaluator import Evaluator
-from gpp_plugin.engine.framework import Framework
+from gpp_plugin.engine.framework import StageReplica, WeightUpdater, WriteEvents
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
     BatchSource,
+    check_axes,
+    check_count,
+    inputs_of,
     inputs_read,
     ranks_that_read,
 )
-from gpp_plugin.engine.loading.mini_batch_loader import check_axes, check_count, inputs_of
 from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.metrics import Metrics, NanLocator, SkippedSteps, first_found, keep_timeline
+from gpp_plugin.engine.mini_batch_runner import Evaluator, MiniBatchRunner, RunnerFactory
 from gpp_plugin.engine.model_watch import ModelWatch
-from gpp_plugin.engine.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.runner_factory import RunnerFactory
 from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, tied_parameters
-from gpp_plugin.engine.training_steps import (
-    MiniBatchRunner,
-    RankStep,
-    StepHooks,
-    TrainedCall,
-    TrainingSteps,
-)
+from gpp_plugin.engine.training_steps import TrainedCall, TrainingSteps
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
@@ -122,7 +116,10 @@ class GraphPipelineEngine(PipelineSurface):
 
     Args:
         source: the user's model, or graph of stages; after construction it keeps only this rank's stages.
-        framework: makes what updates the stages' weights and writes to monitors.
+        framework: which one this is and its release, for errors.
+        make_optimizer: returns what updates a stage's weights, once its replicas are equal; casts the module.
+        check_shared_out: refuses captured stages on tensor ranks where weights cannot be stepped in parts.
+        make_monitor: returns what writes events where the configuration requests them; called on rank 0.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -137,7 +134,10 @@ class GraphPipelineEngine(PipelineSurface):
         self,
         *,
         source: ModelSource,
-        framework: Framework,
+        framework: str,
+        make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
+        check_shared_out: Callable[[PipelinePlan], None],
+        make_monitor: Callable[[], WriteEvents | None],
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
@@ -171,7 +171,7 @@ class GraphPipelineEngine(PipelineSurface):
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:
-            framework.check_shared_out(plan)
+            check_shared_out(plan)
         self._plan = plan = note_edge_transports(plan, config.p2p)
         self._rule = source.unit_rule(reference)
         if self._rule is not None:
@@ -201,21 +201,21 @@ class GraphPipelineEngine(PipelineSurface):
             rank=setting.rank,
             groups=self._groups,
             tied=tied,
-            make_optimizer=framework.make_optimizer,
-            framework=framework.name,
+            make_optimizer=make_optimizer,
+            framework=framework,
             device=setting.device,
             steps_alone=self._rank_runner.policy.steps_alone,
             reduces_early=[own.stage_index for own in self._rank_runner.stage_runners if own.reduces_early],
         )
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        monitor = do_together(
-            lambda: framework.make_monitor() if setting.rank == 0 else None,
+        write_events = do_together(
+            lambda: make_monitor() if setting.rank == 0 else None,
             what="making the monitors",
             group=setting.group,
         )
         self._metrics = Metrics(
-            ds_config, setting, reference, plan, monitor=monitor, collectives=self._collectives
+            ds_config, setting, reference, plan, write_events=write_events, collectives=self._collectives
         )
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
@@ -345,13 +345,12 @@ class GraphPipelineEngine(PipelineSurface):
             sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
-        self._step = RankStep(stages, self._memory)
+        stages.note_gradients = self._memory.note_gradients
         is_alone = self._rank_runner.policy.steps_alone
-        hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
         self._rank_runner.bind(
             modules,
-            hooks,
-            self._step if len(hooks) > 1 and not is_alone else None,
+            stages.stages,
+            stages.step if len(stages.stages) > 1 and not is_alone else None,
             [stage.weights for stage in stages.stages],
         )
         self._choose_backends(sample_batch)
@@ -439,7 +438,7 @@ class GraphPipelineEngine(PipelineSurface):
         self.rank_engine.require_optimizer()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
-        batch = self._data.next(data_iter, step=self.global_steps + 1, refusal=refusal)
+        batch = self._data.next(data_iter, step=self.rank_engine.counters.global_steps + 1, refusal=refusal)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.can_prefetch else None
         if following is not None and self._memory.refusal(following):
@@ -594,7 +593,7 @@ class GraphPipelineEngine(PipelineSurface):
 
         Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
         """
-        self._step.keeps_gradients = retain
+        self.rank_engine.keeps_gradients = retain
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -603,11 +602,11 @@ class GraphPipelineEngine(PipelineSurface):
         Raises:
             ConfigError: `retain_gradients` was not called before the step.
         """
-        if self._step.gradients is None:
+        if self.rank_engine.gradients is None:
             raise ConfigError(
                 "gradients are not retained; call engine.retain_gradients() before train_batch()"
             )
-        return self._step.gradients
+        return self.rank_engine.gradients
 
     # ---- generation ----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,9 +22,8 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.gradient_store import StageGradients
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.partitioned_gradients import StageGradients
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import BatchRefused
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.memory_report import (
@@ -208,7 +207,7 @@ class MemoryWatch:
                 self._shortages.popitem(last=False)
         return found
 
-    def note_gradients(self, gradients: Iterable[StageGradients]) -> None:
+    def note_gradients(self, gradients: Sequence[StageGradients]) -> None:
         """Look at the gradients of all stages before the optimizers' step, until they have been seen once."""
         if not self._has_counted:
             self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))

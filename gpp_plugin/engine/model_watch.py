@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.eager.trial_run import GLOBAL_HOOKS, MODULE_HOOKS, is_within
 from gpp_plugin.capture.tracing.carried_state import is_users
 from gpp_plugin.capture.tracing.outside import refill
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.stage_module import WatchedModule
 

@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, Summand, sum_over
+from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, GradientStore, Summand, sum_over
 from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 
@@ -236,8 +236,9 @@ class PartitionedGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def unknown(self) -> None:
+    def unknown(self) -> Tensor | None:
         """Return None: a partition has a gradient of zero where no loss reached."""
+        return None
 
     def learn(self, flags: Sequence[float]) -> None:
         """Refuse: nothing is unknown."""
@@ -389,6 +390,10 @@ class PartitionedGradients:
     def _all_reduce(self, tensor: Tensor) -> None:
         if self._degree > 1:
             all_reduce(tensor, group=self._group, what=SUMMED)
+
+
+StageGradients = GradientStore | PartitionedGradients
+"""A stage's gradients, whether each rank keeps all of them or its partition."""
 
 
 @torch.no_grad()

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.engine.framework import StepCounters, WeightUpdater
-from gpp_plugin.engine.gradient_store import StageGradients, Summand, sum_over
+from gpp_plugin.engine.gradient_store import Summand, sum_over
+from gpp_plugin.engine.partitioned_gradients import StageGradients
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,
@@ -437,7 +438,10 @@ class RankUpdate:
 
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
-        self._counters.add(samples=self._samples, overflow=overflow)
+        # a step skipped for overflow counts in all three, so that every rank's schedule sees the same numbers
+        self._counters.global_steps += 1
+        self._counters.global_samples += self._samples
+        self._counters.skipped_steps += int(overflow)
         self.follow(overflow=overflow, has_stepped=has_stepped)
 
     def follow(self, *, overflow: bool, has_stepped: bool) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
 from gpp_plugin.engine.loading.rank_shard import Share
-from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.row_loader import RowLoader, make_loader
+from gpp_plugin.engine.loading.training_data import repeat
 from gpp_plugin.ir.samples import SampleRange
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build

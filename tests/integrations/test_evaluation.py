@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_RUNNERS, Evaluator
+from gpp_plugin.engine.mini_batch_runner import MAX_GRAPHS, MAX_RUNNERS, Evaluator
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine import stage_step
+from gpp_plugin.engine.framework import StepCounters
 from gpp_plugin.engine.gradient_store import Summand
 from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_groups import TiedParameter
 from gpp_plugin.engine.stage_step import GradientReductions, RankUpdate, StageUpdate, StepAlone, StepTogether
-from gpp_plugin.engine.training_steps import RankStep
 from gpp_plugin.errors import RuntimeFailure
 
 
@@ -112,8 +113,8 @@ def stage_of(
 
 def rank_of(
     stages: Sequence[StageUpdate], agreeing: Sequence[int], **options: Any
-) -> tuple[RankUpdate, mock.Mock]:
-    counters = mock.Mock()
+) -> tuple[RankUpdate, StepCounters]:
+    counters = StepCounters()
     given = {"group": None, "compare": lambda: None, "samples": 12, **options}
     return RankUpdate(stages, counters, agreeing=agreeing, **given), counters  # type: ignore[arg-type]
 
@@ -148,7 +149,7 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     assert [u.num_adopted for u in updaters] == [0, 1], (
         "masters take over what was written, of that stage alone"
     )
-    counters.add.assert_called_once_with(samples=12, overflow=False)
+    assert counters == StepCounters(global_steps=1, global_samples=12)
     assert result.learning_rates == (1.0,)
     assert [u.counted for u in updaters] == [[False]] * 2 and rule.end_mini_batch() is result
 
@@ -163,7 +164,7 @@ def test_a_norm_that_is_not_finite_steps_no_stage_and_counts(others: list[float]
     assert result.overflow and result.grad_norm == math.inf and not updater.applied
     clear.assert_called_once_with()
     assert result.stage_norms[0] == 3.0 / 8 and not math.isfinite(result.stage_norms[1])
-    counters.add.assert_called_once_with(samples=12, overflow=True)
+    assert counters == StepCounters(global_steps=1, skipped_steps=1, global_samples=12)
     assert result.learning_rates == (0.0,) and result.loss_scale == 4.0
     updater.config.check_overflow = False
     assert not StepTogether(update).step().overflow and len(updater.applied) == 1
@@ -187,8 +188,8 @@ def test_stages_that_step_alone_advance_once_a_mini_batch(others: list[float]) -
     assert found.overflow and found.grad_norm == math.inf and dict(found.stage_norms) == {0: 3.0, 1: 4.0}
     assert [len(u.applied) for u in updaters] == [3, 1] and [u.advanced for u in updaters] == [1, 1]
     assert [u.counted for u in updaters] == [[True], [True]]
-    ranks[0][1].add.assert_called_once_with(samples=12, overflow=True)  # one mini-batch
-    ranks[1][1].add.assert_not_called()
+    assert ranks[0][1] == StepCounters(global_steps=1, skipped_steps=1, global_samples=12), "one mini-batch"
+    assert ranks[1][1] == StepCounters()
     found = rule.end_mini_batch()
     assert not found.overflow and found.grad_norm == 5.0
 
@@ -250,22 +251,26 @@ def test_the_loss_of_a_batch_is_a_mean_by_samples_or_a_sum() -> None:
 def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
     """Mode async: each stage of a rank steps by itself; asked for are those of the whole rank."""
 
-    def stage(name: str, **more: Any) -> Any:
+    def stage(index: int, name: str) -> Any:
         return SimpleNamespace(
-            gradients=f"{name}'s",
-            full_gradients=lambda: {name: torch.ones(1)},
-            step=lambda: f"{name} stepped",
-            **more,
+            stage_index=index, gradients=f"{name}'s", full_gradients=lambda: {name: torch.ones(1)}
         )
 
     noted: list[list[Any]] = []
-    first, second = stage("first"), stage("second")
-    both = stage("both", stages=[first, second])
-    step = RankStep(both, SimpleNamespace(note_gradients=lambda found: noted.append(list(found))))  # type: ignore[arg-type]
-    alone = [step.alone(first), step.alone(second)]
+    rank = RankEngine.__new__(RankEngine)
+    rank.stages, rank.gradients, rank.note_gradients = (
+        (stage(0, "first"), stage(2, "second")),
+        None,
+        noted.append,
+    )
+    rank._rule = mock.create_autospec(StepAlone, instance=True)
+    rank._rule.step.side_effect = lambda stage: f"{stage} stepped"  # type: ignore[attr-defined]
     for keeps, kept in ((False, None), (True, {"first", "second"})):
-        step.keeps_gradients = keeps
-        assert [one() for one in alone] == ["first stepped", "second stepped"]
-        assert (step.gradients and set(step.gradients)) == kept
-    assert step() == "both stepped" and set(step.gradients or ()) == {"both"}
+        rank.keeps_gradients = keeps
+        assert [rank.step(stage) for stage in (0, 2)] == ["0 stepped", "2 stepped"]
+        assert (rank.gradients and set(rank.gradients)) == kept
+    rank._rule = mock.create_autospec(StepTogether, instance=True)
+    rank.gradients = {"old": torch.ones(1)}
+    rank.step()
+    assert set(rank.gradients) == {"first", "second"}, "all, of this step alone"
     assert noted == [["first's", "second's"]] * 5, "all that the rank holds, before each step"

@@ -446,7 +446,7 @@ class RankJob:
         """Copy what is saved; the thread that writes it reads it at once, or when training has changed all of it."""
         if self._real is not None:
             with self._real.engine.gathered():
-                files = rank_files(self._real.engine.stages, None).files.values()
+                files = rank_files(self._real.engine.stages).files.values()
                 self._saved = [contents.copied() for contents in files]
             self._read_saved()
 

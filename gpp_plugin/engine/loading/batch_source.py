@@ -9,19 +9,16 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
 
-from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, likely_counts
 from gpp_plugin.data import PackedUnits
-from gpp_plugin.engine.loading.mini_batch_loader import check_keys, first_items, inputs_of, own_inputs
-from gpp_plugin.engine.loading.rank_shard import Complete, as_they_are
 from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -52,20 +49,13 @@ MAX_KNOWN_SHAPES = 256
 """Shapes of mini-batches that ranks without inputs remember; an older one is broadcast again."""
 
 
-def sample_from_dataset(
-    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
-) -> Batch:
-    """Return one collated batch of the dataset's first samples, for capture and profiling."""
-    collate = collate_fn or default_collate
-    if isinstance(dataset, PackedUnits):  # a unit as they will come
-        items = [dataset.dataset[index] for index in dataset.typical_unit()]
-    elif isinstance(dataset, IterableDataset):
-        items = first_items(dataset, num_samples)
-    else:
-        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
-    if not items:
-        raise ConfigError("training_data is empty; capture needs at least one sample of it")
-    return check_batch(collate(items))
+Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
+"""Adds to the batches of a mini-batch what the model receives about all of them together."""
+
+
+def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
+    return [dict(batch) for batch in batches]
 
 
 def inputs_read(plan: PipelinePlan, graph: BlockGraph, stages: Iterable[int]) -> set[str]:
@@ -82,6 +72,83 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
         if inputs_read(plan, graph, [index])
         for rank in stage.ranks
     }
+
+
+# What a batch must be: its keys, those that the model was captured with, and its number of samples.
+
+
+def check_keys(batch: Batch, keys: frozenset[str]) -> None:
+    """Refuse a batch of other keys than the model was captured with.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if batch.keys() != keys:
+        parts = (("lacks", keys - batch.keys()), ("also has", batch.keys() - keys))
+        differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
+        raise ConfigError(
+            f"a batch {differ}, not as the one the model was captured with; give train_batch() the same keys as "
+            "the sample batch (by default the first of training_data)"
+        )
+
+
+def inputs_of(batch: Batch) -> frozenset[str]:
+    """Return the keys of a batch's tensors."""
+    return frozenset(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dict[str, Any]:
+    """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
+
+    Args:
+        keys: of the batch that the model was captured with; ``inputs`` those of its tensors.
+
+    Raises:
+        ConfigError: it has other keys, or lacks what is no tensor.
+    """
+    own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
+    check_keys(own, keys - (inputs - own.keys()))
+    return own
+
+
+def check_count(batch: Batch, *, sizes: Sequence[int]) -> None:
+    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
+
+    Args:
+        sizes: samples of a loss unit and of a mini-batch.
+
+    Raises:
+        ConfigError: says what its tensors have, and how to continue.
+    """
+    if not is_counted(batch) or count_samples(batch) in sizes:
+        return
+    counts = likely_counts(batch)
+    if len(counts) > 1 and not isinstance(batch, WholeUnit):
+        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+        raise ConfigError(
+            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
+            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
+            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
+            "mini-batch"
+        )
+
+
+def check_axes(batch: Batch, mini_batch: int) -> None:
+    """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
+
+    Raises:
+        ConfigError: names the entry, and how to continue.
+    """
+    scalars = [key for key, value in batch.items() if isinstance(value, Tensor) and not value.dim()]
+    if not scalars or (samples := count_samples(batch)) >= mini_batch:
+        return
+    key, number = scalars[0], mini_batch // samples
+    raise ConfigError(
+        f"batch entry {key!r} is a tensor without an axis, and {number} batches of {samples} samples are joined along "
+        f"axis 0 to a mini-batch of {mini_batch}, in which it may have {number} values: let each be a loss unit of its "
+        f'own, "graph_pipeline": {{"units": {number}}}, give it a row a sample ([{samples}, 1]), or, where it never '
+        "changes, give a Python number"
+    )
 
 
 _LEAST = -(2**62)

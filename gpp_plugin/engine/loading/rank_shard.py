@@ -9,6 +9,7 @@ Tests: tests/integrations/test_loading.py, tests/integrations/test_data_position
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import random
@@ -25,14 +26,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
-from gpp_plugin.engine.loading.mini_batch_loader import (
-    EpochPoint,
-    StreamPoint,
-    check_keys,
-    own_inputs,
-    sampler_state,
-    stream_state,
-)
+from gpp_plugin.data import PackedUnits
+from gpp_plugin.engine.loading.batch_source import Complete, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange, merged_ranges
@@ -43,9 +38,95 @@ from gpp_plugin.runtime.batches import (
     UnitBatch,
     arrange_units,
     batch_checksum,
+    check_batch,
     collect_mini_batch,
     mini_batch_shapes,
 )
+
+# Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
+#
+#     kind "samples"   a dataset with numbers: the epoch's random state as it began, and how many lists of numbers of it
+#                      are trained; the rest follows by drawing the epoch anew, and no sample is loaded for it
+#   kind "stream"    an iterable dataset: its own ``state_dict`` after the last mini-batch that was trained, or how many
+#                      samples are to be read and dropped
+#     kind "given"     a caller's loader or iterator: its own ``state_dict``, as torchdata has it
+#
+# A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
+# States are written as those of checkpoints (`to_json`), tensors in place: ranks compare them.
+# Positions count mini-batches trained: what workers have prefetched, or a frozen branch has run, does not count.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPoint:
+    """A point in an epoch of a dataset with numbers.
+
+    Args:
+        mini_batches: trained before it, in all epochs.
+        lists: of this epoch's that come before it.
+        generator: the loader's random state as the epoch began; None: as it is.
+        sampler: the batch sampler's own state as the epoch began, where it has one.
+    """
+
+    mini_batches: int = 0
+    lists: int = 0
+    generator: Tensor | None = None
+    sampler: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPoint:
+    """A point in an iterable dataset.
+
+    Args:
+        mini_batches: trained before it, in all passes.
+        passes: over the dataset that are complete.
+        state: of the dataset; None: it has none, or is at its beginning.
+        dropped: lists to be read and dropped from the very beginning, where there is no state.
+    """
+
+    mini_batches: int = 0
+    passes: int = 0
+    state: Any = None
+    dropped: int = 0
+
+
+def sampler_state(sampler: Any) -> Mapping[str, Any] | None:
+    """Return a batch sampler's own state; None where it has none."""
+    state: Mapping[str, Any] | None = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    return state
+
+
+def stream_state(dataset: Any) -> Any:
+    """Return a copy of a stream's own state; None where it has none."""
+    if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+        return None
+    return copy.deepcopy(dataset.state_dict())
+
+
+def first_items(stream: Any, count: int) -> list[Any]:
+    """Return the first items of a stream, at most ``count``; one that keeps its place in itself is put back."""
+    state = stream_state(stream)
+    items = list(itertools.islice(stream, count))
+    if state is not None:
+        stream.load_state_dict(state)
+    return items
+
+
+def sample_from_dataset(
+    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> Batch:
+    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):  # a unit as they will come
+        items = [dataset.dataset[index] for index in dataset.typical_unit()]
+    elif isinstance(dataset, IterableDataset):
+        items = first_items(dataset, num_samples)
+    else:
+        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
+    if not items:
+        raise ConfigError("training_data is empty; capture needs at least one sample of it")
+    return check_batch(collate(items))
+
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.
 
@@ -151,14 +232,8 @@ def samples_of_rank(plan: PipelinePlan, rank: int) -> tuple[SampleRange, ...]:
 
 
 Prepare = Callable[[Any], dict[str, Any]]
-Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
 _MOST_SAMPLES = 2**20
 """More than a mini-batch of units has: the distance of two mini-batches' places in the stream of samples."""
-
-
-def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
-    return [dict(batch) for batch in batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,28 +20,22 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
-from gpp_plugin.engine.loading.mini_batch_loader import (
-    SAMPLES,
-    STREAM,
-    EpochPoint,
-    StreamPoint,
-    count_workers,
-    make_loader,
-    sampler_state,
-    stream_state,
-)
+from gpp_plugin.engine.loading.batch_source import Complete, as_they_are
 from gpp_plugin.engine.loading.rank_shard import (
-    Complete,
     EpochOrder,
+    EpochPoint,
     LoadFailure,
     PassedMiniBatch,
     Prepare,
@@ -49,9 +43,11 @@ from gpp_plugin.engine.loading.rank_shard import (
     ShareReader,
     SharesOfDataset,
     SharesOfStream,
+    StreamPoint,
     as_it_is,
-    as_they_are,
+    sampler_state,
     samples_of_rank,
+    stream_state,
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
@@ -60,8 +56,72 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 
+SAMPLES, STREAM = "samples", "stream"
+"""Kinds of positions in the data (`rank_shard`)."""
 _MAX_PREFETCHED = 4
 """Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
+
+
+MOST_WORKERS = 4
+"""Processes that load for a rank on CUDA unless the configuration says how many."""
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    mini_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    seed: int,
+    units: int | None = None,
+) -> DataLoader[Any]:
+    """Return a loader of whole mini-batches, or of their units, in the same shuffled order on every rank.
+
+    Args:
+        mini_batch: samples of a mini-batch.
+        units: of a mini-batch, of equal numbers of samples; those that `pack` made have their own.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):
+        own = torch.Generator().manual_seed(seed)
+        return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
+    mini_batch, whole = mini_batch // (units or 1), mini_batch
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
+    # What a loader draws as an epoch begins comes from its own generator, not from the numbers that dropout draws.
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(
+            dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate, generator=generator
+        )
+    if len(dataset) < whole:
+        raise ConfigError(
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={whole}; "
+            "lower train_batch_size or give more data"
+        )
+    return DataLoader(
+        dataset,
+        batch_size=mini_batch,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=generator,
+    )
+
+
+def count_workers(requested: int | str, device: torch.device) -> int:
+    """Return how many processes load for this rank.
+
+    Args:
+        requested: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
+    """
+    if isinstance(requested, int):
+        return requested
+    if device.type != "cuda" or multiprocessing.current_process().daemon:  # a daemon may have no children
+        return 0
+    cores = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)
+    return min(max(cores - 1, 1), MOST_WORKERS)
 
 
 class RowLoader:

@@ -273,7 +273,7 @@ class PipelineSurface:
     @property
     def lr_scheduler(self) -> Any:
         """Return the stage's learning-rate scheduler, if any; of several stages the first one's, and all are alike."""
-        return self.rank_engine.lr_scheduler
+        return self.rank_engine.stages[0].updater.lr_scheduler
 
     # ---- numbers that DeepSpeed's engines keep as attributes ------------------------------------------
 
@@ -395,7 +395,7 @@ class PipelineSurface:
     @property
     def loss_scale(self) -> float:
         """Return the loss scale in force."""
-        return self.rank_engine.loss_scale
+        return self.rank_engine.stages[0].loss_scale
 
     def get_pipeline_parallel_rank(self) -> int:
         """Return the index of this rank's stage in ``plan.stages``; of several, the first one's."""

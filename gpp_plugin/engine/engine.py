@@ -310,17 +310,12 @@ class GraphPipelineEngine(PipelineSurface):
         if training_data is not None:
             own = make_row_loader(
                 training_data,
+                self._batch_source,
                 plan=plan,
                 config=self.config,
                 setting=self._setting,
                 collate_fn=collate_fn,
-                prepare=self._source.prepare_batch,
-                complete=self._source.complete_batches,
                 reads=inputs_read(plan, reference.block_graph, self._rank_runner.stages),
-                keys=sample_batch,
-                inputs=inputs_of(sample_batch),
-                unit=None if self._rule is None else self._rule.num_samples,
-                order=order,
             )
         self._data = TrainingData(
             self._batch_source, own, peeks_at_iterators=self.config.frozen_prefetch == 1
@@ -363,15 +358,11 @@ class GraphPipelineEngine(PipelineSurface):
             device=setting.device,
         )
         self._evaluator = Evaluator(
-            source=self._source,
-            setting=setting,
+            self._runners,
+            self._runner,
             plan=plan,
             reference=reference,
             modules=dict(zip(stages.indices, modules, strict=True)),
-            stages=stages,
-            make_runner=self._runners.make,
-            run=self._runner.run,
-            stand_by=self._runner.stand_by,
             collectives=self._collectives,
         )
         self._steps = TrainingSteps(
@@ -435,7 +426,7 @@ class GraphPipelineEngine(PipelineSurface):
         # Nothing is sent before it is certain that this rank can continue, has an optimizer, and received data.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
-        self.rank_engine.require_optimizer()
+        self.rank_engine.stages[0].updater.require()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
         batch = self._data.next(data_iter, step=self.rank_engine.counters.global_steps + 1, refusal=refusal)

@@ -39,7 +39,7 @@ from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
-from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples, units_of
+from gpp_plugin.runtime.batches import Batch, UnitBatch, lately, take_samples, units_of
 from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
@@ -100,9 +100,9 @@ class RunnerFactory:
         forwards: StageForwards | None = None,
     ) -> None:
         self._forwards = forwards
-        self._source = source
+        self.source = source
         self._config = config
-        self._setting = setting
+        self.setting = setting
         self._transport: Transport | None = None
 
     def make(
@@ -113,14 +113,14 @@ class RunnerFactory:
         Args:
             may_prefetch: run a frozen branch on the next mini-batch, where the plan has one and memory allows it.
         """
-        reduces_each_backward = self._setting.zero_stage >= 2
+        reduces_each_backward = self.setting.zero_stage >= 2
         is_of_units = self._config.units is not None or reference.analysis.takes_whole_units
         if is_of_units:
             plan = plan_of_units(plan)
         whole = make_programs(plan, reference, reduce_each_backward=reduces_each_backward)
         # each rank has made those of all: one that made others would wait for messages that nobody sends
         made = {"the plan": fingerprint_of(plan), "the programs": fingerprint_of(whole)}
-        agree(made, what="a look at the programs", group=self._setting.group)
+        agree(made, what="a look at the programs", group=self.setting.group)
         prefetch = self._prefetch_programs(reference, plan) if may_prefetch else None
         self._compare_gathers(plan, whole)
         # Transports are made by all ranks, also by those that the plan leaves idle: a process group is made so.
@@ -129,11 +129,11 @@ class RunnerFactory:
         if prefetch is not None:
             for name in ("steady", "epilogue"):
                 early &= stages_that_reduce_early(plan, prefetch.programs[name])
-        if all(program.rank != self._setting.rank for program in whole):
+        if all(program.rank != self.setting.rank for program in whole):
             return None
         programs = prefetch or ProgramSet(plan=plan, programs={}, policy=SYNCHRONOUS)
         programs = dataclasses.replace(programs, programs={"whole": whole, **programs.programs})
-        own = programs.of_rank(self._setting.rank)
+        own = programs.of_rank(self.setting.rank)
         patterns = None
         if is_of_units:
             patterns = self._patterns(reference, own, transport, early, reduces_each_backward)
@@ -158,7 +158,7 @@ class RunnerFactory:
         frozen = forward_only_stages(plan)
         programs = lower_async(plan, forward_only_stages=frozen)
         validate_async(plan, programs, forward_only_stages=frozen)
-        own = programs.of_rank(self._setting.rank)
+        own = programs.of_rank(self.setting.rank)
         transport = self._transport_for(plan, reference, channels_of(programs.all))
         patterns = self._patterns(reference, own, transport) if is_of_units else None
         return RankRunner(
@@ -171,11 +171,11 @@ class RunnerFactory:
         self, reference: Reference, transport: Transport | None, patterns: UnitPatterns | None
     ) -> RunnerContext:
         return RunnerContext(
-            source=self._source.stages,
+            source=self.source.stages,
             reference=reference,
             transport=transport,
-            device=self._setting.device,
-            dtype=self._setting.dtype,
+            device=self.setting.device,
+            dtype=self.setting.dtype,
             sums_losses=self._config.loss_mean == "tokens",
             forwards=self._forwards,
             patterns=patterns,
@@ -193,7 +193,7 @@ class RunnerFactory:
         return UnitPatterns(
             programs.plan,
             reference,
-            self._source.stages.lacking,
+            self.source.stages.lacking,
             program=programs.main,
             transport=transport,
             reduces_early=reduces_early,
@@ -202,7 +202,7 @@ class RunnerFactory:
 
     def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:
         """Say where ranks hold more stages whole at a time than the plan counts with: one, or two with room."""
-        for program in programs if self._setting.rank == 0 else ():
+        for program in programs if self.setting.rank == 0 else ():
             planned = max(plan.stages[stage].gathered_bytes for stage in program.stages)
             if plan.memory:
                 planned = max(planned, joined_breakdown([plan.memory[i] for i in program.stages]).gathered)
@@ -218,13 +218,13 @@ class RunnerFactory:
         """Return the programs that prefetch a frozen branch, proven; None without one, or memory for its outputs."""
         branch = frozen_branch(plan)
         if not branch:
-            if self._config.frozen_prefetch == 1 and self._setting.rank == 0:
+            if self._config.frozen_prefetch == 1 and self.setting.rank == 0:
                 logger.info(
                     "frozen_prefetch: no stage of the plan is frozen and reads only the data; none is prefetched"
                 )
             return None
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
-        programs = lower_prefetch(plan, tied_stages=tied, reduce_each_backward=self._setting.zero_stage >= 2)
+        programs = lower_prefetch(plan, tied_stages=tied, reduce_each_backward=self.setting.zero_stage >= 2)
         validate_prefetch(plan, programs)
         names = ", ".join(repr(plan.stages[index].name) for index in sorted(branch))
         for rank in range(plan.num_ranks):
@@ -232,14 +232,14 @@ class RunnerFactory:
             memory = joined_breakdown(own) if own else None
             carried = programs.of_rank(rank).most_bytes + (memory.messages if memory is not None else 0)
             if memory is not None and 0 < memory.limit < memory.total + carried:
-                if self._setting.rank == 0:
+                if self.setting.rank == 0:
                     logger.info(
                         "frozen_prefetch: frozen stages %s are not prefetched: rank %d would hold %d bytes of their "
                         "results beside the %d planned, and may use %d",
                         *(names, rank, carried, memory.total, memory.limit),
                     )
                 return None
-        if self._setting.rank == 0:
+        if self.setting.rank == 0:
             logger.info("frozen_prefetch: frozen stages %s run the forwards of the next mini-batch", names)
         return programs
 
@@ -254,10 +254,10 @@ class RunnerFactory:
 
         def make() -> None:
             # modules cannot be sent: every rank keeps its own and sends only that it has them
-            made.extend(self._source.make_modules(runner, sample_batch))
+            made.extend(self.source.make_modules(runner, sample_batch))
 
         stages = [plan.names_on_rank(rank) for rank in range(plan.num_ranks)]
-        exchange(make, what="making the stages' modules", group=self._setting.group, stages=stages)
+        exchange(make, what="making the stages' modules", group=self.setting.group, stages=stages)
         return tuple(made)
 
     def close(self) -> None:
@@ -279,8 +279,8 @@ class RunnerFactory:
             plan=plan,
             specs=reference.block_graph.tensors,
             channels=frozenset(channels),
-            device=str(self._setting.device),
-            backend=self._setting.placement.backend,
+            device=str(self.setting.device),
+            backend=self.setting.placement.backend,
             timeout_s=self._config.comm_timeout_s,
         )
         self._transport = find_transport(self._config.p2p).make(request)
@@ -324,7 +324,7 @@ class MiniBatchRunner:
     """
 
     def __init__(self, stages: RankEngine, memory: MemoryWatch, *, group: dist.ProcessGroup | None) -> None:
-        self._stages = stages
+        self.stages = stages
         self._memory = memory
         self._group = group
         self._num_ranks = 1 if group is None else dist.get_world_size(group)
@@ -360,13 +360,13 @@ class MiniBatchRunner:
         try:
             self.learn_shapes(runner, batch)
             if runner.has_ragged_units and runner.is_training:
-                self._stages.rest(runner.unread_parameters(batch))
+                self.stages.rest(runner.unread_parameters(batch))
             return runner.run(batch, following=following, record=record, count=count)
         except BaseException as error:
-            self._stages.zero_grad()
+            self.stages.zero_grad()
             # What capture or configuration refuse is refused before the first message, by every rank alike.
             if self._group is not None and not isinstance(error, (CaptureError, ConfigError)):
-                self.failure = failure_after(self._stages.counters.global_steps, error)
+                self.failure = failure_after(self.stages.counters.global_steps, error)
             raise
 
     def learn_shapes(self, runner: RankRunner, batch: Batch) -> None:
@@ -413,8 +413,8 @@ class MiniBatchRunner:
         try:
             yield
         except BaseException as error:
-            self._stages.zero_grad()
-            self.failure = failure_after(self._stages.counters.global_steps, error)
+            self.stages.zero_grad()
+            self.failure = failure_after(self.stages.counters.global_steps, error)
             raise
 
 
@@ -433,38 +433,31 @@ class Evaluator:
     """Evaluates batches on the stages of a training plan; every method is collective over all ranks.
 
     Args:
-        source: the model as the user gave it.
+        factory: makes this rank's runners; ``runner`` runs batches on them.
         plan, reference: of training.
-        modules: the parameters of this rank's stages, by their index in the plan; ``stages`` trains them.
-        make_runner: returns this rank's runner for a plan, or None where the plan leaves it idle; collective.
-        run: runs a batch; ``stand_by`` is called where a plan leaves this rank idle.
+        modules: the parameters of this rank's stages, by their index in the plan.
         collectives: of all ranks; those that a plan leaves idle wait here for the others.
     """
 
     def __init__(
         self,
+        factory: RunnerFactory,
+        runner: MiniBatchRunner,
         *,
-        source: ModelSource,
-        setting: Setting,
         plan: PipelinePlan,
         reference: Reference,
         modules: Mapping[int, StageModule],
-        stages: RankEngine,
-        make_runner: Callable[[Reference, PipelinePlan], RankRunner | None],
-        run: Callable[[RankRunner, Batch], MiniBatchResult],
-        stand_by: Callable[[Batch], None],
         collectives: Collectives,
     ) -> None:
-        self._source = source
-        self._setting = setting
+        self._factory = factory
+        self._runner = runner
+        self._source = factory.source
+        self._device = factory.setting.device
+        self._stages = runner.stages
         self._collectives = collectives
         self._plan = plan
         self._reference = reference
         self._modules = dict(modules)
-        self._stages = stages
-        self._make_runner = make_runner
-        self._run = run
-        self._stand_by = stand_by
         self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
         self._runners: OrderedDict[tuple[_GraphKey, int, int], RankRunner | None] = OrderedDict()
 
@@ -486,7 +479,9 @@ class Evaluator:
     ) -> tuple[float, dict[str, Any]]:
         are_units = isinstance(batch, UnitBatch)
         typical = max(units_of(batch), key=len)  # units may lack inputs that others have
-        key = (outputs, *((name, _constant(typical[name])) for name in sorted(typical)))
+        # the captured graph depends on entries that are no tensors as well
+        constants = {name: None if isinstance(v, Tensor) else repr(v) for name, v in typical.items()}
+        key = (outputs, *sorted(constants.items(), key=lambda item: item[0]))
         graph = self._graph(key, typical, outputs)
         if needs_loss and graph.reference.analysis.op_graph.loss is None:
             raise ConfigError(
@@ -504,11 +499,11 @@ class Evaluator:
         # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
         for part, rows in parts:
             with self._weights_for(part.plan):
-                runner = self._runner(key, graph.reference, part.plan, rows)
+                runner = self._runner_for(key, graph.reference, part.plan, rows)
                 if runner is None:
-                    self._stand_by(rows)
+                    self._runner.stand_by(rows)
                     continue
-                result = self._run(runner, rows)
+                result = self._runner.run(runner, rows)
             total += share_of_loss(result.losses, _count(batch), is_sum=runner.sums_losses)
             for name, pieces in result.outputs.items():
                 collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
@@ -543,24 +538,22 @@ class Evaluator:
         self._graphs[key] = _Graph(reference=reference, plan=plan)
         return self._graphs[key]
 
-    def _runner(
+    def _runner_for(
         self, key: _GraphKey, reference: Reference, plan: PipelinePlan, batch: Batch
     ) -> RankRunner | None:
-        runner_key = (key, plan.mini_batch, plan.loss_unit)
-        if runner_key in self._runners:
-            self._runners.move_to_end(runner_key)
-            return self._runners[runner_key]
-        if len(self._runners) >= MAX_RUNNERS:
-            self._runners.popitem(last=False)
-        runner = self._make_runner(reference, plan)
-        if runner is not None:
-            # of a smaller part the first data positions run alone, and of this rank's stages perhaps not all
-            modules = [self._modules[stage] for stage in runner.stages]
-            for module, function in zip(modules, runner.prepare(batch), strict=True):
-                self._source.complete_module(module, function.tensors)
-            runner.bind(modules, None, weights=[self._stages.of(stage).weights for stage in runner.stages])
-        self._runners[runner_key] = runner
-        return runner
+        def make() -> RankRunner | None:
+            runner = self._factory.make(reference, plan)
+            if runner is not None:
+                # of a smaller part the first data positions run alone, and of this rank's stages perhaps not all
+                modules = [self._modules[stage] for stage in runner.stages]
+                for module, function in zip(modules, runner.prepare(batch), strict=True):
+                    self._source.complete_module(module, function.tensors)
+                runner.bind(
+                    modules, None, weights=[self._stages.of(stage).weights for stage in runner.stages]
+                )
+            return runner
+
+        return lately(self._runners, (key, plan.mini_batch, plan.loss_unit), make, most=MAX_RUNNERS)
 
     def _gather(
         self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, units: Batch | None
@@ -585,7 +578,7 @@ class Evaluator:
             if isinstance(units, UnitBatch):
                 given = units.given or range(len(tensors))
                 by_number = dict(zip(given, tensors, strict=True))
-                joined[name] = [by_number[n].to(self._setting.device) for n in range(len(tensors))]
+                joined[name] = [by_number[n].to(self._device) for n in range(len(tensors))]
                 continue
             if layout.kind is LayoutKind.UNIFORM:
                 whole = tensors[0]
@@ -593,7 +586,7 @@ class Evaluator:
                 whole = torch.cat(tensors, dim=layout.axis)
             else:
                 whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
-            joined[name] = whole.to(self._setting.device)
+            joined[name] = whole.to(self._device)
         return joined
 
 
@@ -629,8 +622,3 @@ def _parts(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch
         (part, take_samples(batch, part.first_sample, part.plan.mini_batch, count))
         for part in split_evaluation(plan, count)
     ]
-
-
-def _constant(value: Any) -> str | None:
-    """Return what the captured graph depends on beyond a batch's keys: its entries that are no tensors."""
-    return None if isinstance(value, Tensor) else repr(value)

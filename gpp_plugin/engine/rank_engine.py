@@ -37,7 +37,6 @@ from gpp_plugin.engine.partitioned_gradients import PartitionedGradients, StageG
 from gpp_plugin.engine.sharded_weights import GatheredBytes, ShardedWeights, attached, gathered
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, duplicates, make_replicas_equal
 from gpp_plugin.engine.stage_step import (
-    GradientReductions,
     RankUpdate,
     StageUpdate,
     StepAlone,
@@ -115,31 +114,33 @@ class StageEngine:
             device=device,
         )
         self.updater = make_optimizer(module, replica)
+        self.trained: Mapping[str, nn.Parameter] = self.updater.trained
+        """The parameters that the optimizer steps, by name."""
         self.config = self.updater.config
         self.dtype: torch.dtype = getattr(torch, self.config.dtype)
         self.gradients: StageGradients = self._make_gradients(reduces_early)
         trained = set(map(id, self.updater.trained.values()))
-        self._untrained = [p for p in module.parameters() if id(p) not in trained and p.requires_grad]
-        self.reductions = GradientReductions(
-            self.gradients,
-            stage=self.stage,
-            stage_index=index,
-            groups=groups,
-            tied=self.tied,
-            device=device,
-        )
         # of the norm the stage counts what no other stage, and no other rank of this one, does
         foreign = set(self._foreign_ties())
         if self.tensor_position > 0:
             foreign.update(duplicates(self.gradients.parameters))
         self.update = StageUpdate(
-            self.gradients, self.reductions, self.updater, foreign=foreign, clear=self.zero_grad
+            self.gradients,
+            self.updater,
+            stage=self.stage,
+            stage_index=index,
+            groups=groups,
+            tied=self.tied,
+            device=device,
+            foreign=foreign,
+            untrained=[p for p in module.parameters() if id(p) not in trained and p.requires_grad],
         )
         self.weights = self._make_weights(whole_bytes)
         # bound once: a program makes one of them for every micro-batch
-        self.accumulate = self.reductions.accumulate
-        self.begin_reduction = self.reductions.begin_reduction
-        self.reduce_data = self.reductions.reduce_data
+        self.accumulate = self.update.accumulate
+        self.begin_reduction = self.update.begin_reduction
+        self.reduce_data = self.update.reduce_data
+        self.zero_grad = self.update.clear
 
     # ---- construction ------------------------------------------------------------------------------------
 
@@ -209,18 +210,12 @@ class StageEngine:
         Parameters that no loss reached are left out. With tensor parallelism, and from ZeRO 1 on, collective
         over the stage's ranks.
         """
-        self.reductions.sum_tensor()
+        self.update.sum_tensor()
         return {name: gradient.div_(self.loss_scale) for name, gradient in self.gradients.gather().items()}
 
     def step(self) -> StepResult:
         """Take a step of all stages of the rank, or in mode async of this one; as of `RankEngine.step`."""
         return self._step(self.stage_index)
-
-    def zero_grad(self) -> None:
-        """Forget the mini-batch's gradients."""
-        self.reductions.clear()
-        for parameter in self._untrained:
-            parameter.grad = None
 
     # ---- optimizer and weights -----------------------------------------------------------------------------
 
@@ -228,11 +223,6 @@ class StageEngine:
     def optimizer(self) -> Any:
         """Return the stage's optimizer; one over placeholders where the stage trains nothing."""
         return self.updater.optimizer
-
-    @property
-    def trained(self) -> Mapping[str, nn.Parameter]:
-        """Return the parameters that the optimizer steps, by name."""
-        return self.updater.trained
 
     @property
     def is_trained(self) -> bool:
@@ -379,7 +369,7 @@ class RankEngine:
 
         self._agree(build, "construction")
         self.stages: tuple[StageEngine, ...] = tuple(made)
-        self._ties = TiedSums([stage.reductions for stage in made], groups, plan)
+        self._ties = TiedSums([stage.update for stage in made], groups, plan)
         self._rule = self._make_rule(steps_alone)
 
     # ---- construction ------------------------------------------------------------------------------------
@@ -457,11 +447,6 @@ class RankEngine:
         exchange(attempt, what=what, group=dist.group.WORLD)
 
     # ---- one mini-batch ----------------------------------------------------------------------------------
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the factor on every loss of this mini-batch; the same on every rank."""
-        return self.stages[0].loss_scale
 
     def rest(self, names: Collection[str]) -> None:
         """Leave these parameters, which no unit of the mini-batch that begins reads, as they are in its step."""
@@ -557,19 +542,6 @@ class RankEngine:
         if len(self.stages) == 1 or not trained:
             return self.stages[0].optimizer
         return JoinedOptimizers(trained)
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """Return the first stage's learning-rate scheduler, if any; the other stages' are in the same state."""
-        return self.stages[0].updater.lr_scheduler
-
-    def require_optimizer(self) -> None:
-        """Refuse to train where the job has no optimizer.
-
-        Raises:
-            ConfigError: says what to add.
-        """
-        self.stages[0].updater.require()
 
     def close(self) -> None:
         """Let go of what the framework holds; the stages step no more."""

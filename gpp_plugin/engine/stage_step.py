@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.engine.framework import StepCounters, WeightUpdater
 from gpp_plugin.engine.gradient_store import Summand, sum_over
@@ -45,47 +45,60 @@ LARGEST_DIFFERENCE = 1e-2
 # ---- sums over ranks ----------------------------------------------------------------------------------------
 
 
-class GradientReductions:
-    """The sums over ranks that a mini-batch's gradients need before the step, each done once and in order.
+class StageUpdate:
+    """One stage's step: the sums over ranks that its gradients need, each done once and in order; then the weights.
 
     Args:
         stage_index: of ``stage`` in the plan.
         tied: the parameters that the stage holds together with others.
+        foreign: parameters that another stage, or another rank of this one, counts in the norm.
+        untrained: parameters whose gradients are only forgotten.
     """
 
     def __init__(
         self,
         gradients: StageGradients,
+        updater: WeightUpdater,
         *,
         stage: Stage,
         stage_index: int,
         groups: StageGroups,
         tied: Sequence[TiedParameter],
         device: torch.device,
+        foreign: Collection[str],
+        untrained: Sequence[nn.Parameter] = (),
     ) -> None:
+        self.gradients = gradients
+        self.updater = updater
         self.stage_index = stage_index
         self.tied = tuple(tied)
-        self._gradients = gradients
+        self.is_written = False
+        """Whether it is known that somebody wrote to the parameters since the last step."""
+        self.frozen: frozenset[str] = frozenset()
+        """Trained parameters that take no gradient for now: they stay as they are."""
+        self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
+        """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
         self._stage = stage
         self._groups = groups
         self._device = device
+        self._foreign = frozenset(foreign)
+        self._untrained = tuple(untrained)
         self._has_data = self._has_tied = self._has_tensor = False
-        self.is_shown = False
-        """Whether users' hooks were shown the mini-batch's gradients."""
+        self._is_shown = False  # to users' hooks: the mini-batch's gradients
 
     def accumulate(self) -> None:
         """Take in a micro-batch's gradients, which no rank has summed yet."""
-        self._gradients.accumulate()
+        self.gradients.accumulate()
         self._has_data = False
 
     def begin_reduction(self) -> None:
         """Sum over the data-parallel ranks as gradients become final, in the backward that follows."""
-        self._gradients.begin_reduction()
+        self.gradients.begin_reduction()
 
     def reduce_data(self) -> None:
         """Sum over the data-parallel ranks; collective over them."""
         if not self._has_data:
-            self._gradients.reduce_data()
+            self.gradients.reduce_data()
         self._has_data = True
 
     def bring_tied(self, names: Sequence[str], *, shared_out: bool = False) -> Iterator[Summand]:
@@ -95,7 +108,7 @@ class GradientReductions:
             shared_out: all tensor ranks, which have the same, take part in the sum, and each brings its share.
         """
         self._has_tied = True
-        for summand in self._gradients.tied_summands([n for n in names if n in self._gradients.parameters]):
+        for summand in self.gradients.tied_summands([n for n in names if n in self.gradients.parameters]):
             if shared_out:
                 summand.brought.div_(self._stage.tensor)
             yield summand
@@ -106,7 +119,7 @@ class GradientReductions:
         Raises:
             RuntimeFailure: it is not complete.
         """
-        if not self._has_data and not self._gradients.is_empty():
+        if not self._has_data and not self.gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
         # another stage is to hear of a whole sum, not of one rank's part of the sequence
         self.sum_tensor()
@@ -119,8 +132,8 @@ class GradientReductions:
     def sum_tensor(self) -> None:
         """Sum over the tensor ranks what each has of its part of the sequence only; once a mini-batch."""
         if self._stage.tensor > 1 and not self._has_tensor:
-            names = sequence_parallel(self._gradients.parameters)
-            self._gradients.sum_tensor(names, group=self._groups.tensor[self.stage_index])
+            names = sequence_parallel(self.gradients.parameters)
+            self.gradients.sum_tensor(names, group=self._groups.tensor[self.stage_index])
         self._has_tensor = True
 
     def compare_duplicates(self) -> None:
@@ -132,26 +145,69 @@ class GradientReductions:
         group = self._groups.tensor[self.stage_index]
         if self._stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
             self.sum_tensor()
-            check_duplicates(self._gradients, stage=self._stage.name, group=group, device=self._device)
+            check_duplicates(self.gradients, stage=self._stage.name, group=group, device=self._device)
 
-    def finish(self, *, is_partitioned: bool) -> None:
+    def finish(self) -> None:
         """Complete the sums for a step.
-
-        Args:
-            is_partitioned: ranks step their parts of the gradients, so that even a single one reduces.
 
         Raises:
             RuntimeFailure: a sum that other ranks take part in was left out.
         """
-        lacks_data = (self._stage.degree > 1 or is_partitioned) and not self._has_data
-        if (lacks_data or self.lacks_tied) and not self._gradients.is_empty():
+        # where ranks step their parts of the gradients, even a single one reduces
+        lacks_data = (self._stage.degree > 1 or bool(self.updater.layout)) and not self._has_data
+        if (lacks_data or self.lacks_tied) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         self.sum_tensor()
+        if self.frozen:
+            self.gradients.rest(self.frozen)
+        if self.hooks and not self._is_shown:  # a step that is held comes here twice
+            self._is_shown = True
+            self._call_hooks()
+
+    @torch.no_grad()
+    def _call_hooks(self) -> None:
+        """Show users' hooks the whole gradients, without the loss scale, and take what they return."""
+        scale = self.updater.loss_scale
+        for name, tables in self.hooks.items():
+            held = None if name in self.frozen else self.gradients.whole(name)
+            if held is None:
+                continue
+            for hook in [hook for table in tables for hook in table.values()]:
+                gradient = held / scale
+                returned = hook(gradient)
+                held.copy_((gradient if returned is None else returned) * scale)
+
+    def adopt_written(self) -> None:
+        """Let the masters take over what was written to parameters since the last step."""
+        self.updater.adopt_written()
+        self.is_written = False
+
+    def squared_norm(self) -> Tensor:
+        """Return this rank's share of the stage's part of the squared norm."""
+        return self.gradients.squared_norm(without=self._foreign, precision=self.updater.norm_precision)
+
+    def apply(self, norm: float) -> None:
+        """Step the optimizer, with gradients that are clipped for the whole model's ``norm``."""
+        self.updater.apply(self.gradients, coefficient=self._coefficient(norm))
+
+    def _coefficient(self, norm: float) -> float:
+        """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.
+
+        Scale 1024, norm 2 of the unscaled gradients, clipping at 0.5: 1 / 1024 * 0.5 / 2 = 1 / 4096.
+        """
+        coefficient = 1.0 / self.updater.loss_scale
+        clipping = self.updater.config.gradient_clipping
+        if clipping > 0:
+            # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
+            coefficient *= min(clipping / (norm + 1e-6), 1.0)  # in this order nan stays
+        return coefficient
 
     def clear(self) -> None:
         """Forget the mini-batch's gradients."""
-        self._gradients.clear()
-        self._has_data = self._has_tied = self._has_tensor = self.is_shown = False
+        self.gradients.clear()
+        for parameter in self._untrained:
+            parameter.grad = None
+        self._has_data = self._has_tied = self._has_tensor = self._is_shown = False
 
 
 class TiedSums:
@@ -168,7 +224,7 @@ class TiedSums:
         stages: of this rank, in the plan's order.
     """
 
-    def __init__(self, stages: Sequence[GradientReductions], groups: StageGroups, plan: PipelinePlan) -> None:
+    def __init__(self, stages: Sequence[StageUpdate], groups: StageGroups, plan: PipelinePlan) -> None:
         self._plan = plan
         self._stages = [stage for stage in stages if stage.tied]
         self._groups = groups
@@ -248,89 +304,6 @@ class StepResult:
     learning_rates: tuple[float, ...]
     loss_scale: float
     stage_norms: Mapping[int, float] = field(default_factory=dict)
-
-
-class StageUpdate:
-    """Updates one stage's weights with its reduced gradients.
-
-    Args:
-        foreign: parameters that another stage, or another rank of this one, counts in the norm.
-        clear: forgets the gradients.
-    """
-
-    def __init__(
-        self,
-        gradients: StageGradients,
-        reductions: GradientReductions,
-        updater: WeightUpdater,
-        *,
-        foreign: Collection[str],
-        clear: Callable[[], None],
-    ) -> None:
-        self.gradients = gradients
-        self.updater = updater
-        self.clear = clear
-        self.stage_index = reductions.stage_index
-        self.compare_duplicates = reductions.compare_duplicates
-        self.is_written = False
-        """Whether it is known that somebody wrote to the parameters since the last step."""
-        self.frozen: frozenset[str] = frozenset()
-        """Trained parameters that take no gradient for now: they stay as they are."""
-        self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
-        """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
-        self._reductions = reductions
-        self._foreign = frozenset(foreign)
-
-    def finish(self) -> None:
-        """Complete the sums over ranks.
-
-        Raises:
-            RuntimeFailure: gradients were not reduced.
-        """
-        self._reductions.finish(is_partitioned=bool(self.updater.layout))
-        if self.frozen:
-            self.gradients.rest(self.frozen)
-        if self.hooks and not self._reductions.is_shown:  # a step that is held comes here twice
-            self._reductions.is_shown = True
-            self._call_hooks()
-
-    @torch.no_grad()
-    def _call_hooks(self) -> None:
-        """Show users' hooks the whole gradients, without the loss scale, and take what they return."""
-        scale = self.updater.loss_scale
-        for name, tables in self.hooks.items():
-            held = None if name in self.frozen else self.gradients.whole(name)
-            if held is None:
-                continue
-            for hook in [hook for table in tables for hook in table.values()]:
-                gradient = held / scale
-                returned = hook(gradient)
-                held.copy_((gradient if returned is None else returned) * scale)
-
-    def adopt_written(self) -> None:
-        """Let the masters take over what was written to parameters since the last step."""
-        self.updater.adopt_written()
-        self.is_written = False
-
-    def squared_norm(self) -> Tensor:
-        """Return this rank's share of the stage's part of the squared norm."""
-        return self.gradients.squared_norm(without=self._foreign, precision=self.updater.norm_precision)
-
-    def apply(self, norm: float) -> None:
-        """Step the optimizer, with gradients that are clipped for the whole model's ``norm``."""
-        self.updater.apply(self.gradients, coefficient=self._coefficient(norm))
-
-    def _coefficient(self, norm: float) -> float:
-        """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.
-
-        Scale 1024, norm 2 of the unscaled gradients, clipping at 0.5: 1 / 1024 * 0.5 / 2 = 1 / 4096.
-        """
-        coefficient = 1.0 / self.updater.loss_scale
-        clipping = self.updater.config.gradient_clipping
-        if clipping > 0:
-            # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
-            coefficient *= min(clipping / (norm + 1e-6), 1.0)  # in this order nan stays
-        return coefficient
 
 
 class RankUpdate:

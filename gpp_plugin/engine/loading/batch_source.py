@@ -218,20 +218,21 @@ class BatchSource:
         prefetches: bool = False,
         inputs: Iterable[str] = (),
     ) -> None:
-        self._rule = rule
+        self.rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
-        self._prepare = prepare
-        self._complete = complete
+        self.prepare = prepare
+        self.complete = complete
         self._mini_batch = mini_batch
         self._units = units
-        self._order = order
+        self.order = order
         self.reads_inputs = reads_inputs
         self.source = source
         self.rank = 0 if group is None else dist.get_rank()
         self._all_read = all_read
         self._group = group
-        self._keys = frozenset(keys)
-        self._inputs = frozenset(inputs)
+        self.collectives = Collectives(group=group, who=f"rank {self.rank}", timeout_s=timeout_s)
+        self.keys = frozenset(keys)
+        self.inputs = frozenset(inputs)
         self._timeout_s = timeout_s
         self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._num_announced = 0
@@ -259,13 +260,13 @@ class BatchSource:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         self._refuse()
-        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         if self._is_of_units:
-            units = self._complete(self._take_units(prepared))
-            units = [own_inputs(unit, self._keys, self._inputs) for unit in units]
-            return self._with_readings(arrange_units(units, self._order))
-        (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
-        check_keys(batch, self._keys)
+            units = self.complete(self._take_units(prepared))
+            units = [own_inputs(unit, self.keys, self.inputs) for unit in units]
+            return self._with_readings(arrange_units(units, self.order))
+        (batch,) = self.complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
+        check_keys(batch, self.keys)
         return batch
 
     def _refuse(self) -> None:
@@ -275,30 +276,30 @@ class BatchSource:
     @property
     def _is_of_units(self) -> bool:
         """Return whether mini-batches are lists of units."""
-        return self._units is not None or self._rule is not None
+        return self._units is not None or self.rule is not None
 
     def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
         """Take the units of a mini-batch: as many as were requested, or what makes up its samples."""
         if self._units is not None:
             return collect_units(batches, self._units)
-        assert self._rule is not None, "without units mini-batches are joined"
-        samples = self._rule.num_samples
+        assert self.rule is not None, "without units mini-batches are joined"
+        samples = self.rule.num_samples
         return collect_whole_units(batches, self._mini_batch // samples, samples)
 
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         self._refuse()
-        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         # of units as many as there are, up to a mini-batch: an evaluation is of any number
         first = collect_units(prepared, 1)
         more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
-        units = self._complete(first + more)
+        units = self.complete(first + more)
         if self._units is None:
             return units[0]
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)
-        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self._order)
+        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self.order)
 
     def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
@@ -362,20 +363,9 @@ class BatchSource:
         if loading is not None and loading.work is not None:
             self._wait(loading.work)
 
-    def share_position(self, own: Any) -> Any:
-        """Return, on every rank, where the rank that broadcasts shapes is in the engine's own data; collective."""
-        return self._collectives().tell(own, source=self.source, what="the position in the data")
-
-    def gather_positions(self, own: Any) -> list[Any]:
-        """Return where every rank is in the caller's data; collective."""
-        return self._collectives().gather(own, "the position in the data")
-
-    def _collectives(self) -> Collectives:
-        return Collectives(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
-
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self._keys))))
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self.keys))))
         before = None if self._has_begun else torch.get_rng_state()
         self._has_begun, has_drawn = True, False
         if self.reads_inputs:
@@ -395,9 +385,9 @@ class BatchSource:
                 ones: frozenset[str] = frozenset()
             else:
                 key = shape_key(loading.batch, self._mini_batch)
-                ones = ones_among(loading.batch, self._keys)
+                ones = ones_among(loading.batch, self.keys)
             checksum = zlib.crc32(repr(key).encode())
-            other = [int(name not in ones) for name in sorted(self._keys)]
+            other = [int(name not in ones) for name in sorted(self.keys)]
             content = batch_checksum(loading.batch)
             reported = [checksum, -checksum, content, -content, int(has_drawn), *other]
             loading.facts[2:] = torch.tensor(reported)
@@ -412,7 +402,7 @@ class BatchSource:
 
     def _with_readings(self, batch: UnitBatch) -> UnitBatch:
         """Return the units with what Python reads of each, where the model reads anything; all of them are here."""
-        return batch if self._rule is None else self._rule.units(batch)
+        return batch if self.rule is None else self.rule.units(batch)
 
     def _number_of(self, key: tuple[Any, ...]) -> int:
         """Return the number of a shape, of those that were broadcast lately, or the next one; on the source."""
@@ -455,7 +445,7 @@ class BatchSource:
             return self._shapes[index]
         if isinstance(batch, UnitBatch):
             return batch
-        ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
+        ones = frozenset(key for key, other in zip(sorted(self.keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
 
     def _broadcast_shapes(self, batch: Batch | None) -> Batch:
@@ -465,7 +455,7 @@ class BatchSource:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        reported = self._collectives().tell(
+        reported = self.collectives.tell(
             own, source=self.source, what=f"a new shape, from rank {self.source}"
         )
         assert reported is not None

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
 from gpp_plugin.data import PackedUnits
-from gpp_plugin.engine.loading.batch_source import Complete, check_keys, own_inputs
+from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.samples import SampleRange, merged_ranges
@@ -303,6 +303,7 @@ class EpochOrder:
             skipped = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReader:
     """Makes mini-batches of samples and keeps a rank's share; runs where the samples are loaded.
 
@@ -311,51 +312,39 @@ class ShareReader:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model receives about all of them together.
         keys: what a mini-batch has.
+        needs_whole: something is made of a row that depends on those beside it.
         unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself, and all are returned
             on every rank that reads any, which finds out what Python reads of them.
     """
 
-    def __init__(
-        self,
-        *,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        prepare: Prepare,
-        complete: Complete,
-        share: Share,
-        keys: frozenset[str],
-        fetches_all: bool,
-        unit: int | None,
-    ) -> None:
-        self._unit = unit
-        self._collate = collate_fn or default_collate
-        self._prepare = prepare
-        self._complete = complete
-        self._share = share
-        self._keys = keys
-        self._fetches_all = fetches_all or collate_fn is not None or unit is not None
-        self.rank = share.rank
-        self.units = share.units
+    collate_fn: Callable[[list[Any]], Any] | None
+    prepare: Prepare
+    complete: Complete = as_they_are
+    share: Share
+    keys: frozenset[str]
+    needs_whole: bool = False
+    unit: int | None = None
 
     def of_units(self, dataset: Any, request: _Request, seed: int) -> UnitBatch:
         """Return this rank's units of a mini-batch, each collated by itself, and the shapes of the others."""
         numbers = [index for unit in request.indices for index in _listed(unit)]
         # a sample's place in the stream is the mini-batch's number, and its own within it: units may be of any size
-        first = request.number * _MOST_SAMPLES if self._share.units else 0
+        first = request.number * _MOST_SAMPLES if self.share.units else 0
         items = iter(self._fetch(dataset, [(n, first + i) for i, n in enumerate(numbers)], seed))
         return self.of_unit_items([[next(items) for _ in _listed(unit)] for unit in request.indices])
 
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
         """Return a mini-batch of those units whose items are there: with all of them, or with this rank's."""
-        whole = self._complete([self._prepare(self._collate(items)) for items in units])
-        own_units = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
-        if self._unit is not None:
-            arranged = arrange_units(own_units, self._share.order)
+        whole = self.complete([self.prepare((self.collate_fn or default_collate)(items)) for items in units])
+        own_units = [own_inputs(unit, self.keys, self.share.inputs) for unit in whole]
+        if self.unit is not None:
+            arranged = arrange_units(own_units, self.share.order)
             return replace(arranged, checksum=batch_checksum(arranged))
-        return self._share.keep_units(own_units)
+        return self.share.keep_units(own_units)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
-        share, indices = self._share, cast(Sequence[int], request.indices)
+        share, indices = self.share, cast(Sequence[int], request.indices)
         items: dict[int, Any] = {}
 
         def fetch(numbers: Iterable[int]) -> None:
@@ -363,7 +352,8 @@ class ShareReader:
             places = [(indices[n], request.number * share.mini_batch + n) for n in missing]
             items.update(zip(missing, self._fetch(dataset, places, seed), strict=True))
 
-        if self._fetches_all or request.number == 0:
+        needs_whole = self.needs_whole or self.collate_fn is not None or self.unit is not None
+        if needs_whole or request.number == 0:
             fetch(range(len(indices)))
             return self.of_items([items[n] for n in range(len(indices))])
         checksum = zlib.crc32(repr(list(indices)).encode()) & 0xFFFFF
@@ -377,18 +367,18 @@ class ShareReader:
 
     def of_items(self, items: list[Any]) -> OwnRows | UnitBatch:
         """Return this rank's share of a mini-batch that is there as a whole."""
-        if self._unit is not None:
-            firsts = range(0, len(items), self._unit)
-            return self.of_unit_items([items[first : first + self._unit] for first in firsts])
+        if self.unit is not None:
+            firsts = range(0, len(items), self.unit)
+            return self.of_unit_items([items[first : first + self.unit] for first in firsts])
         batch = self._whole(items)
-        return self._share.cut(batch, checksum=batch_checksum(batch))
+        return self.share.cut(batch, checksum=batch_checksum(batch))
 
     def _whole(self, items: list[Any]) -> dict[str, Any]:
-        return collect_mini_batch([self._make(items)], self._share.mini_batch, count_samples)
+        return collect_mini_batch([self._make(items)], self.share.mini_batch, count_samples)
 
     def _make(self, items: list[Any]) -> dict[str, Any]:
-        (batch,) = self._complete([self._prepare(self._collate(items))])
-        check_keys(batch, self._keys)
+        (batch,) = self.complete([self.prepare((self.collate_fn or default_collate)(items))])
+        check_keys(batch, self.keys)
         return batch
 
     def _fetch(self, dataset: Any, places: Sequence[tuple[int, int]], seed: int) -> list[Any]:
@@ -409,7 +399,7 @@ class ShareReader:
                 found.append(dataset[index])
         except Exception as error:  # whatever a dataset raises, all ranks hear which sample it was
             raise RuntimeFailure(
-                f"rank {self._share.rank} could not load {which} of training_data: {_described(error)}"
+                f"rank {self.share.rank} could not load {which} of training_data: {_described(error)}"
             ) from error
         return found
 
@@ -422,7 +412,7 @@ class SharesOfDataset:
 
     def __getitem__(self, request: _Request) -> OwnRows | UnitBatch | LoadFailure:
         reader = self._reader
-        read = reader.of_indices if reader.units is None else reader.of_units
+        read = reader.of_indices if reader.share.units is None else reader.of_units
         return _guarded(lambda: read(self._dataset, request, self._seed), reader)
 
 
@@ -473,9 +463,9 @@ class SharesOfStream(IterableDataset[Any]):
         def read() -> OwnRows | UnitBatch:
             if get_worker_info() is not None:
                 _seed_all(self._seed, number * _MOST_SAMPLES)
-            if reader.units is None:
+            if reader.share.units is None:
                 return reader.of_items(next(items))
-            return reader.of_unit_items([next(items) for _ in range(reader.units)])
+            return reader.of_unit_items([next(items) for _ in range(reader.share.units)])
 
         while True:
             found = _guarded(read, reader)
@@ -514,7 +504,7 @@ def _guarded(
     try:
         return load()
     except Exception as error:  # whatever datasets and collators raise
-        failure = _failure(error, reader.rank)
+        failure = _failure(error, reader.share.rank)
         if get_worker_info() is not None:
             return failure
         if isinstance(error, GppError):

@@ -259,9 +259,13 @@ class TrainingData:
             source, own = self._batch_source, None
             if source.rank == source.source:
                 own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
-            shared: dict[str, Any] | None = source.share_position(own)
+            shared: dict[str, Any] | None = source.collectives.tell(
+                own, source=source.source, what="the position in the data"
+            )
             return shared
-        states = self._batch_source.gather_positions(self._attempt(self._external_position))
+        states = self._batch_source.collectives.gather(
+            self._attempt(self._external_position), "the position in the data"
+        )
         if any(state is None for state in states):
             return None
         if all(state == states[0] for state in states):

@@ -86,7 +86,7 @@ setup(
         "gpp_plugin.patches": "patches",  # in a checkout beside the package, in a wheel inside it
     },
     package_data={
-        "gpp_plugin": ["py.typed", "clusters/*.json", "models/*.json", "report/page/*"],
+        "gpp_plugin": ["py.typed", "clusters/*.json", "engine/*.json", "models/*.json", "report/page/*"],
         "gpp_benchmarks": ["py.typed", "zoo/models.json"],
         "gpp_plugin.patches": ["README.md", "*/*.patch"],
     },

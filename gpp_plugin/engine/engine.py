@@ -80,7 +80,6 @@ from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
-from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import watched_calls
@@ -180,11 +179,15 @@ class GraphPipelineEngine(PipelineSurface):
             check_axes(user_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
         self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
-        # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
-        may_prefetch = config.frozen_prefetch == 1 or (
-            config.frozen_prefetch == "auto" and training_data is not None
+        # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
+        self._rank_runner = self._runners.make_training(
+            reference,
+            plan,
+            has_own_data=training_data is not None,
+            make_places=lambda stage: (
+                lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
+            ),
         )
-        self._rank_runner = self._make_rank_runner(reference, plan, may_prefetch=may_prefetch)
         modules = self._runners.make_modules(self._rank_runner, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
         HERE.stage = name = plan.names_on_rank(setting.rank)
@@ -236,31 +239,13 @@ class GraphPipelineEngine(PipelineSurface):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_rank_runner(
-        self, reference: Reference, plan: PipelinePlan, *, may_prefetch: bool
-    ) -> RankRunner:
-        """Return this rank's runner of training; collective."""
-        if self.config.mode == "async":
-            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
-            return self._runners.make_async(
-                reference,
-                plan,
-                make_places=lambda stage: (
-                    lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
-                ),
-            )
-        runner = self._runners.make(reference, plan, may_prefetch=may_prefetch)
-        assert runner is not None, "every rank is in a stage of the training plan"
-        return runner
-
     def _choose_backends(self, sample_batch: Batch) -> None:
         """Choose what stages without gradients run on; collective."""
-        requested = self.config.backends
-        if requested == "off":
+        if self.config.backends == "off":
             return
         with step("measure backends"):
             self._backends.choices = choose_backends(
-                requested,
+                self.config.backends,
                 self._rank_runner,
                 sample_batch,
                 log=BackendLog(self.config.profile_dir),
@@ -367,7 +352,6 @@ class GraphPipelineEngine(PipelineSurface):
         )
         self._steps = TrainingSteps(
             self._rank_runner,
-            stages,
             self._runner,
             setting=setting,
             collectives=self._collectives,

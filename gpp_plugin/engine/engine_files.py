@@ -268,6 +268,9 @@ class PipelineFiles:
         """Return what a stage's tensor ranks hold in parts, as whole tensors on its first rank; nothing on others.
 
         Collective over the ranks of its first data position.
+
+        Raises:
+            CommTimeout: a rank did not come.
         """
         state: dict[str, Tensor] = {}
         size = stage.stage.tensor
@@ -276,9 +279,11 @@ class PipelineFiles:
         group = stage.groups.tensor[stage.stage_index]
         for name, parameter in stage.module.named_parameters():
             if is_shard(parameter):
-                parts = gather_parts(
-                    parameter.detach(), size=size, group=group, is_first=stage.tensor_position == 0
-                )
+                assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
+                own, is_first = parameter.detach().contiguous(), stage.tensor_position == 0
+                parts = [torch.empty_like(own) for _ in range(size)] if is_first else []
+                work = dist.gather(own, parts or None, group=group, group_dst=0, async_op=True)
+                finish(work, own, group=group, what="a weight that tensor ranks hold in parts")
                 place = place_of(stage, name, parameter)
                 if parts:
                     state[name] = join_shards(parts, axis=place.axis, stride=place.stride).cpu()
@@ -319,8 +324,13 @@ class PipelineFiles:
                 own = stage.module.state_dict()
                 values = {n: v for n, v in state.items() if n in own}
                 for name, parameter in stage.module.named_parameters():
-                    if name in values and is_shard(parameter):
-                        values[name] = _own_part(stage, name, parameter, values[name])
+                    # of what is a part already nothing is cut
+                    if name in values and is_shard(parameter) and values[name].shape != parameter.shape:
+                        place = place_of(stage, name, parameter)
+                        position, size = stage.tensor_position, stage.stage.tensor
+                        values[name] = cut_shard(
+                            values[name], position, size, axis=place.axis, stride=place.stride
+                        )
                 stage.module.load_state_dict(values, strict=False)
                 stage.refresh_masters()
 
@@ -348,28 +358,6 @@ def _state_of(stage: StageEngine) -> dict[str, Tensor]:
 def _without_carried(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a state dict without attributes of modules, which the user's model has no buffers for."""
     return {name: value for name, value in state.items() if not is_carried(name)}
-
-
-def _own_part(stage: StageEngine, name: str, parameter: Tensor, values: Tensor) -> Tensor:
-    """Return this rank's part of a tensor of a whole model's state; what is a part already as it is."""
-    if values.shape == parameter.shape:
-        return values
-    place = place_of(stage, name, parameter)
-    return cut_shard(values, stage.tensor_position, stage.stage.tensor, axis=place.axis, stride=place.stride)
-
-
-def gather_parts(own: Tensor, *, size: int, group: dist.ProcessGroup | int, is_first: bool) -> list[Tensor]:
-    """Return the tensors of all ranks of a group on its first one, in order; none on the others.
-
-    Raises:
-        CommTimeout: a rank did not come.
-    """
-    assert isinstance(group, dist.ProcessGroup), "this rank is in the group"
-    part = own.contiguous()
-    parts = [torch.empty_like(part) for _ in range(size)] if is_first else []
-    work = dist.gather(part, parts or None, group=group, group_dst=0, async_op=True)
-    finish(work, part, group=group, what="a weight that tensor ranks hold in parts")
-    return parts
 
 
 # ---- loading a checkpoint -----------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ The engine imports no framework; `integrations` has what a DeepSpeed configurati
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -51,15 +50,6 @@ class StepCounters:
     global_steps: int = 0
     skipped_steps: int = 0
     global_samples: int = 0
-
-    def as_dict(self) -> dict[str, int]:
-        """Return the numbers by name, as checkpoints hold them."""
-        return dataclasses.asdict(self)
-
-    def load(self, state: Mapping[str, int]) -> None:
-        """Take over what `as_dict` returned."""
-        for name in self.as_dict():
-            setattr(self, name, state[name])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,10 +156,8 @@ class GradientBuffer:
 
 
 def _has_gradient(held: HeldGradient) -> bool:
-    gradient = held.parameter.grad
-    if gradient is None:
-        return held.is_reached
-    return held.is_reached or gradient is not held.view or held.view._version != held.version
+    is_written = held.parameter.grad is not None and held.view._version != held.version
+    return held.is_reached or is_written or _is_beside(held)
 
 
 def _view_like(parameter: nn.Parameter, flat: Tensor, first: int) -> Tensor:

@@ -306,7 +306,7 @@ class MemoryWatch:
         Raises:
             CommTimeout: not every rank requested it; nothing that takes long can keep one from it.
         """
-        mine = self._mine(stages.stages, *ahead, most_gathered=stages.whole_bytes.most), self._counts
+        mine = self._mine(stages, *ahead), self._counts
         collectives = dataclasses.replace(self._collectives, timeout_s=self._config.comm_timeout_s)
         everyone = collectives.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
@@ -339,21 +339,14 @@ class MemoryWatch:
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
 
-    def _mine(
-        self,
-        stages: Sequence[StageEngine],
-        prefetched_bytes: int,
-        held_prefetched: int,
-        *,
-        most_gathered: int,
-    ) -> RankMemory:
+    def _mine(self, stages: RankEngine, prefetched_bytes: int, held_prefetched: int) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
-            weights=storage_bytes(t for stage in stages for t in stage.weight_tensors()),
+            weights=storage_bytes(t for stage in stages.stages for t in stage.weight_tensors()),
             gradients=self._gradients,
-            optimizer=sum(_optimizer_bytes(stage) for stage in stages),
+            optimizer=sum(_optimizer_bytes(stage) for stage in stages.stages),
             buffers=self._inputs,
-            gathered=most_gathered,
+            gathered=stages.whole_bytes.most,
             messages=self._messages,
             ahead=held_prefetched,
         )

@@ -101,18 +101,15 @@ class OutlierMonitor:
 
     def note(self, value: float) -> float | None:
         """Add a value to the window unless it is not finite; return its deviations if it is an outlier, else None."""
-        found = self._deviations(value)
+        found = None
+        if len(self._last) >= self.LEAST and math.isfinite(value):
+            middle = median(self._last)
+            distance = self._NORMAL * median(abs(each - middle) for each in self._last)
+            above = (value - middle) / max(distance, self._LEAST_RANGE * abs(middle), 1e-12)
+            found = above if above > self.DEVIATIONS else None
         if math.isfinite(value):
             self._last.append(value)
         return found
-
-    def _deviations(self, value: float) -> float | None:
-        if len(self._last) < self.LEAST or not math.isfinite(value):
-            return None
-        middle = median(self._last)
-        distance = self._NORMAL * median(abs(each - middle) for each in self._last)
-        above = (value - middle) / max(distance, self._LEAST_RANGE * abs(middle), 1e-12)
-        return above if above > self.DEVIATIONS else None
 
 
 def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
@@ -161,7 +158,6 @@ class Metrics:
         profiler = ds_config.get("flops_profiler") or {}
         self._flops_step = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else 0
         self._flops_file: str | None = profiler.get("output_file")
-        self._reference = reference
         self._plan = plan
         self._seconds: list[float] = []
         self._num_tokens = 0
@@ -169,7 +165,19 @@ class Metrics:
         self._write = write_events
         self._collectives = collectives
         self._outliers = OutlierMonitor()
-        self._flops = _FlopCount(reference, plan)
+        # FLOPs of the captured operators, for a mini-batch of the samples the model was captured with. A backward
+        # computes gradients of inputs and of weights, each about as much as the forward: three forwards in all, and
+        # one of a stage that runs no backward.
+        graph = reference.block_graph
+        per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
+        self._forward_flops = {
+            stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
+            for stage in plan.stages
+        }
+        self._step_flops = sum(
+            self._forward_flops[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
+            for stage in plan.stages
+        )
         name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
         self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
 
@@ -264,8 +272,8 @@ class Metrics:
         values["Train/Throughput/samples_per_second"] = self._plan.mini_batch / seconds
         if tokens:
             values["Train/Throughput/tokens_per_second"] = tokens / seconds
-        if self._flops.step:
-            rate = self._flops.step / seconds / self._plan.num_ranks
+        if self._step_flops:
+            rate = self._step_flops / seconds / self._plan.num_ranks
             values["Train/Throughput/tflops_per_rank"] = rate / 1e12
             if self._peak is not None:
                 values["Train/Throughput/mfu"] = rate / self._peak
@@ -286,8 +294,8 @@ class Metrics:
         ]
         if self._num_tokens:
             parts.append(f"{self._num_tokens / sum(self._seconds):.0f} tokens/s")
-        if self._flops.step:
-            rate = self._flops.step / mean / self._plan.num_ranks
+        if self._step_flops:
+            rate = self._step_flops / mean / self._plan.num_ranks
             parts.append(f"{rate / 1e12:.3g} TFLOP/s a rank")
             if self._peak is not None:
                 parts.append(f"MFU {100 * rate / self._peak:.1f} %")
@@ -305,11 +313,11 @@ class Metrics:
     def _report_flops(self, seconds: float) -> None:
         lines = [
             f"stage {name}, forward {flops:.4g} FLOPs a mini-batch"
-            for name, flops in self._flops.forward_of_stages.items()
+            for name, flops in self._forward_flops.items()
         ]
         lines.append(
-            f"forward {sum(self._flops.forward_of_stages.values()):.4g} FLOPs a mini-batch; about "
-            f"{self._flops.step / seconds:.4g} FLOP/s with backward as twice forward"
+            f"forward {sum(self._forward_flops.values()):.4g} FLOPs a mini-batch; about "
+            f"{self._step_flops / seconds:.4g} FLOP/s with backward as twice forward"
         )
         for line in lines:
             self._say("flops profiler: %s", line)
@@ -325,28 +333,6 @@ class Metrics:
             sys.stderr.write(f"{text % values}\n")
         else:
             logger.info(text, *values)
-
-
-class _FlopCount:
-    """FLOPs of the captured operators, for a mini-batch of the samples the model was captured with.
-
-    Attributes:
-        forward_of_stages: stage -> of its forwards.
-        step: of forward and backward. A backward computes gradients of inputs and of weights, each about as much as
-            the forward: three forwards in all, and one of a stage that runs no backward.
-    """
-
-    def __init__(self, reference: Reference, plan: PipelinePlan) -> None:
-        graph = reference.block_graph
-        per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
-        self.forward_of_stages = {
-            stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
-            for stage in plan.stages
-        }
-        self.step = sum(
-            self.forward_of_stages[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
-            for stage in plan.stages
-        )
 
 
 def keep_timeline(

@@ -105,6 +105,29 @@ class RunnerFactory:
         self.setting = setting
         self._transport: Transport | None = None
 
+    def make_training(
+        self,
+        reference: Reference,
+        plan: PipelinePlan,
+        *,
+        has_own_data: bool,
+        make_places: Callable[[int], MakePlaces],
+    ) -> RankRunner:
+        """Return this rank's runner of training.
+
+        Args:
+            has_own_data: the engine loads the data itself.
+            make_places: as of `make_async`.
+        """
+        if self._config.mode == "async":
+            return self.make_async(reference, plan, make_places=make_places)
+        # By default where the engine loads the data itself: it is invisible then that it is loaded one call early.
+        prefetch = self._config.frozen_prefetch
+        may_prefetch = prefetch == 1 or (prefetch == "auto" and has_own_data)
+        runner = self.make(reference, plan, may_prefetch=may_prefetch)
+        assert runner is not None, "every rank is in a stage of the training plan"
+        return runner
+
     def make(
         self, reference: Reference, plan: PipelinePlan, *, may_prefetch: bool = False
     ) -> RankRunner | None:
@@ -134,10 +157,15 @@ class RunnerFactory:
         programs = prefetch or ProgramSet(plan=plan, programs={}, policy=SYNCHRONOUS)
         programs = dataclasses.replace(programs, programs={"whole": whole, **programs.programs})
         own = programs.of_rank(self.setting.rank)
-        patterns = None
-        if is_of_units:
-            patterns = self._patterns(reference, own, transport, early, reduces_each_backward)
-        return RankRunner(own, self._context(reference, transport, patterns), reduces_early=early)
+        context = self._context(
+            reference,
+            own,
+            transport,
+            is_of_units=is_of_units,
+            reduces_early=early,
+            reduces_each_backward=reduces_each_backward,
+        )
+        return RankRunner(own, context, reduces_early=early)
 
     def make_async(
         self, reference: Reference, plan: PipelinePlan, *, make_places: Callable[[int], MakePlaces]
@@ -160,16 +188,35 @@ class RunnerFactory:
         validate_async(plan, programs, forward_only_stages=frozen)
         own = programs.of_rank(self.setting.rank)
         transport = self._transport_for(plan, reference, channels_of(programs.all))
-        patterns = self._patterns(reference, own, transport) if is_of_units else None
         return RankRunner(
             own,
-            self._context(reference, transport, patterns),
+            self._context(reference, own, transport, is_of_units=is_of_units),
             make_places={stage: make_places(stage) for stage in own.stages},
         )
 
     def _context(
-        self, reference: Reference, transport: Transport | None, patterns: UnitPatterns | None
+        self,
+        reference: Reference,
+        programs: RankPrograms,
+        transport: Transport | None,
+        *,
+        is_of_units: bool,
+        reduces_early: Collection[int] = (),
+        reduces_each_backward: bool = False,
     ) -> RunnerContext:
+        patterns = None
+        if (
+            is_of_units
+        ):  # the active branches of units that the stages meet, and the programs of their mini-batches
+            patterns = UnitPatterns(
+                programs.plan,
+                reference,
+                self.source.stages.lacking,
+                program=programs.main,
+                transport=transport,
+                reduces_early=reduces_early,
+                reduces_each_backward=reduces_each_backward,
+            )
         return RunnerContext(
             source=self.source.stages,
             reference=reference,
@@ -179,25 +226,6 @@ class RunnerFactory:
             sums_losses=self._config.loss_mean == "tokens",
             forwards=self._forwards,
             patterns=patterns,
-        )
-
-    def _patterns(
-        self,
-        reference: Reference,
-        programs: RankPrograms,
-        transport: Transport | None,
-        reduces_early: Collection[int] = (),
-        reduces_each_backward: bool = False,
-    ) -> UnitPatterns:
-        """Return the active branches of units that a rank's stages meet, and the programs of their mini-batches."""
-        return UnitPatterns(
-            programs.plan,
-            reference,
-            self.source.stages.lacking,
-            program=programs.main,
-            transport=transport,
-            reduces_early=reduces_early,
-            reduces_each_backward=reduces_each_backward,
         )
 
     def _compare_gathers(self, plan: PipelinePlan, programs: Sequence[RankProgram]) -> None:

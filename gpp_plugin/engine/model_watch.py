@@ -80,10 +80,6 @@ class _Table:
             return dict(enumerate(self.items))
         return dict(self.items)
 
-    def read_name(self, key: Any) -> str:
-        """Return the attribute by which code comes to an entry."""
-        return (self.name or str(key)).partition(".")[0]
-
     def described(self, key: Any) -> str:
         """Return what an error calls an entry."""
         owner = self.path if self.kind is None else self.kind.__name__
@@ -235,7 +231,10 @@ class ModelWatch:
         ):
             self._settle_parameters()
             self._flags = list(map(_FLAGS, parameters))
-        self._refuse_written_in_parts()
+        # through `.data`, which no version shows, to parameters without values (ZeRO 3)
+        for weights in self._stages.weights:
+            if written := weights.written():
+                raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
         for first, others in self._copies:
             self._write_copies(first, others)
 
@@ -282,12 +281,6 @@ class ModelWatch:
         self._frozen = resting
         for stage in self._stages.stages:
             stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
-
-    def _refuse_written_in_parts(self) -> None:
-        """Refuse what was written through `.data`, which no version shows, to parameters without values (ZeRO 3)."""
-        for weights in self._stages.weights:
-            if written := weights.written():
-                raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
 
     @torch.no_grad()
     def _write_copies(self, first: Tensor, others: Sequence[Tensor]) -> None:
@@ -542,7 +535,8 @@ def _is_read(change: _Change, reads: frozenset[tuple[str, str]]) -> bool:
     table = change.table
     if table.kind is not None:
         return any(name == change.key for _, name in reads)
-    return table.is_shared or (table.path, table.read_name(change.key)) in reads
+    name = (table.name or str(change.key)).partition(".")[0]  # the attribute by which code comes to the entry
+    return table.is_shared or (table.path, name) in reads
 
 
 def _is_same(old: Any, new: Any) -> bool:

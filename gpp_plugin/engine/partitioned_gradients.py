@@ -292,21 +292,18 @@ class PartitionedGradients:
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 
-    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
-        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
-
-        Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
-        """
-        return self._summands(names)
-
     def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them.
 
         Those have the same part of each, after the stage's last reduction.
         """
-        sum_over(group, [self._summands(names)])
+        sum_over(group, [self.tied_summands(names)])
 
-    def _summands(self, names: Sequence[str]) -> Iterator[Summand]:
+    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
+
+        Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
+        """
         # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
         # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
         # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own

@@ -21,6 +21,7 @@ Tests: tests/integrations/test_shared_ranks.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -288,12 +289,13 @@ class StageEngine:
 
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
-        return {**self.updater.shared_state(), "counters": self.counters.as_dict()}
+        return {**self.updater.shared_state(), "counters": dataclasses.asdict(self.counters)}
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""
         self.updater.load_shared_state(state, load_scheduler=load_scheduler)
-        self.counters.load(state["counters"])
+        for name in dataclasses.asdict(self.counters):
+            setattr(self.counters, name, state["counters"][name])
 
 
 class RankEngine:

@@ -137,15 +137,30 @@ class StageUpdate:
         self._has_tensor = True
 
     def compare_duplicates(self) -> None:
-        """Refuse tensor ranks that have unlike gradients of what they hold alike; collective over them.
+        """Refuse a duplicate whose gradient is not the same on all tensor ranks; collective over them, before a step.
+
+        It would make the copies drift apart and the norm wrong, without a sign of it in the loss.
 
         Raises:
             ConfigError: names the parameter.
         """
         group = self._groups.tensor[self.stage_index]
-        if self._stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
-            self.sum_tensor()
-            check_duplicates(self.gradients, stage=self._stage.name, group=group, device=self._device)
+        if self._stage.tensor == 1 or not isinstance(group, dist.ProcessGroup):
+            return
+        self.sum_tensor()
+        names = duplicates(self.gradients.parameters)
+        own = self.gradients.norms(names).to(self._device)
+        # One maximum gives both bounds: the least norm is minus the greatest of their negatives.
+        bounds = torch.cat([own, -own])
+        all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, what="a look at what tensor ranks hold alike")
+        most, least = bounds.cpu().chunk(2)
+        for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
+            if high - low > LARGEST_DIFFERENCE * high:
+                raise ConfigError(
+                    f"stage {self._stage.name!r}: the gradient of {name!r} differs between tensor ranks ({low:.3g}, "
+                    f"{high:.3g}), which hold it alike; set parameter.tensor_model_parallel = True on a shard, and "
+                    "parameter.sequence_parallel = True where each rank's gradient is a part of the sum"
+                )
 
     def finish(self) -> None:
         """Complete the sums for a step.
@@ -256,31 +271,6 @@ class TiedSums:
     def clear(self) -> None:
         """Forget who has asked."""
         self._asked.clear()
-
-
-def check_duplicates(
-    gradients: StageGradients, *, stage: str, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Refuse a duplicate whose gradient is not the same on all tensor ranks; collective over them, before a step.
-
-    It would make the copies drift apart and the norm wrong, without a sign of it in the loss.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
-    names = duplicates(gradients.parameters)
-    own = gradients.norms(names).to(device)
-    # One maximum gives both bounds: the least norm is minus the greatest of their negatives.
-    bounds = torch.cat([own, -own])
-    all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, what="a look at what tensor ranks hold alike")
-    most, least = bounds.cpu().chunk(2)
-    for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
-        if high - low > LARGEST_DIFFERENCE * high:
-            raise ConfigError(
-                f"stage {stage!r}: the gradient of {name!r} differs between tensor ranks ({low:.3g}, {high:.3g}), "
-                "which hold it alike; set parameter.tensor_model_parallel = True on a shard, and "
-                "parameter.sequence_parallel = True where each rank's gradient is a part of the sum"
-            )
 
 
 # ---- the step -----------------------------------------------------------------------------------------------

@@ -79,7 +79,6 @@ class TrainingSteps:
     def __init__(
         self,
         rank_runner: RankRunner,
-        stages: RankEngine,
         runner: MiniBatchRunner,
         *,
         setting: Setting,
@@ -89,14 +88,14 @@ class TrainingSteps:
         metrics: Metrics,
     ) -> None:
         self._rank_runner = rank_runner
-        self._stages = stages
+        self._stages = runner.stages
         self._runner = runner
         self._collectives = collectives
         # In mode async it is checked that all ranks are given the same; else they agree before a call.
         self._reports: LossReports | None = None
         if rank_runner.policy.steps_alone:
             data = DataCheck(setting, reads=reads_inputs, timeout_s=collectives.timeout_s)
-            self._reports = LossReports(rank_runner, stages, setting=setting, data=data)
+            self._reports = LossReports(rank_runner, runner.stages, setting=setting, data=data)
         self._learn_shapes = learn_shapes
         self._metrics = metrics
         self._is_prefetch_off = False

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.checkpoint_files import read_manifest
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, save_checkpoint
 from gpp_plugin.engine.engine_files import load_checkpoint
+from gpp_plugin.engine.framework import StepCounters
 from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
@@ -79,8 +80,8 @@ def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
     resumed = make_engine(rank, config, seed=1)
     loaded = load_checkpoint([resumed], directory)
     found = advance(resumed, range(3, 6)), weights(resumed)
-    expected_counters = {"global_steps": 6, "skipped_steps": 1, "global_samples": 48}
-    assert straight.counters.as_dict() == resumed.counters.as_dict() == expected_counters
+    counters = StepCounters(global_steps=6, skipped_steps=1, global_samples=48)
+    assert straight.counters == resumed.counters == counters
     return {"expected": expected, "found": found, "loaded": loaded}
 
 

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,15 +161,7 @@ def _file_name(engine: StageEngine, kind: str, position: str = "") -> str:
 
 
 def _described(engine: StageEngine, name: str, tensor: Tensor) -> dict[str, Any]:
-    place = place_of(engine, name, tensor)
-    return {
-        "name": name,
-        "stage": place.stage,
-        "shape": place.shape,
-        "shard": place.shard,
-        "axis": place.axis,
-        "stride": place.stride,
-    }
+    return {"name": name, **asdict(place_of(engine, name, tensor))}
 
 
 def _model_file(engine: StageEngine) -> FileContents:

@@ -261,8 +261,14 @@ class BatchSource:
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         self._refuse()
         prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        if self._is_of_units:
-            units = self.complete(self._take_units(prepared))
+        taken: list[Batch] | None = None
+        if self._units is not None:
+            taken = collect_units(prepared, self._units)
+        elif self.rule is not None:
+            samples = self.rule.num_samples
+            taken = collect_whole_units(prepared, self._mini_batch // samples, samples)
+        if taken is not None:
+            units = self.complete(taken)
             units = [own_inputs(unit, self.keys, self.inputs) for unit in units]
             return self._with_readings(arrange_units(units, self.order))
         (batch,) = self.complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
@@ -272,19 +278,6 @@ class BatchSource:
     def _refuse(self) -> None:
         if self.refusal is not None:
             raise self.refusal
-
-    @property
-    def _is_of_units(self) -> bool:
-        """Return whether mini-batches are lists of units."""
-        return self._units is not None or self.rule is not None
-
-    def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Take the units of a mini-batch: as many as were requested, or what makes up its samples."""
-        if self._units is not None:
-            return collect_units(batches, self._units)
-        assert self.rule is not None, "without units mini-batches are joined"
-        samples = self.rule.num_samples
-        return collect_whole_units(batches, self._mini_batch // samples, samples)
 
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
@@ -391,7 +384,7 @@ class BatchSource:
             content = batch_checksum(loading.batch)
             reported = [checksum, -checksum, content, -content, int(has_drawn), *other]
             loading.facts[2:] = torch.tensor(reported)
-            if self._is_source():
+            if self.rank == self.source:
                 loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
         # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
@@ -451,18 +444,17 @@ class BatchSource:
     def _broadcast_shapes(self, batch: Batch | None) -> Batch:
         """Return the shapes of the source's batch, on every rank."""
         own: Batch | None = None
-        if self._is_source() and isinstance(batch, UnitBatch):
+        if self.rank != self.source:
+            batch = None
+        if isinstance(batch, UnitBatch):
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
-        elif self._is_source() and batch is not None:
+        elif batch is not None:
             own = mini_batch_shapes(batch)
         reported = self.collectives.tell(
             own, source=self.source, what=f"a new shape, from rank {self.source}"
         )
         assert reported is not None
         return reported
-
-    def _is_source(self) -> bool:
-        return self.rank == self.source
 
     def _wait(self, work: Any) -> None:
         assert self._group is not None, "a single rank waits for nobody"

@@ -504,20 +504,17 @@ def _guarded(
     try:
         return load()
     except Exception as error:  # whatever datasets and collators raise
-        failure = _failure(error, reader.share.rank)
+        failure = LoadFailure(
+            message=f"rank {reader.share.rank} could not load its mini-batch: {_described(error)}",
+            kind=RuntimeFailure,
+        )
+        if isinstance(error, GppError):
+            failure = LoadFailure(message=str(error), kind=type(error))
         if get_worker_info() is not None:
             return failure
         if isinstance(error, GppError):
             raise
         raise failure.kind(failure.message) from error
-
-
-def _failure(error: Exception, rank: int) -> LoadFailure:
-    if isinstance(error, GppError):
-        return LoadFailure(message=str(error), kind=type(error))
-    return LoadFailure(
-        message=f"rank {rank} could not load its mini-batch: {_described(error)}", kind=RuntimeFailure
-    )
 
 
 def _described(error: BaseException) -> str:

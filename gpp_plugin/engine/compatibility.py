@@ -10,7 +10,7 @@ import difflib
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.engine_files import EXPORT_NAMES, PipelineFiles
+from gpp_plugin.engine.engine_files import PipelineFiles
 from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError
@@ -50,15 +50,6 @@ def why_lacking(name: str) -> str | None:
         return _BY_NAME[name]
     starts = [known for known in _BY_NAME if known.endswith("*") and name.startswith(known[:-1])]
     return _BY_NAME[max(starts, key=len)] if starts else None
-
-
-def missing_attribute(name: str, present: Iterable[str]) -> AttributeError:
-    """Return the error for a name that the engine has not: why, or the nearest that it has."""
-    reason = why_lacking(name)
-    if reason is None:
-        near = difflib.get_close_matches(name, [each for each in present if not each.startswith("_")], n=1)
-        reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
-    return AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
 
 
 logger = logging.getLogger(__name__)
@@ -98,7 +89,12 @@ class PipelineSurface:
         # only for what is not there at all; Python and torch request dunders to see what an object is
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise missing_attribute(name, dir(type(self)))
+        reason = why_lacking(name)
+        if reason is None:
+            present = [each for each in dir(type(self)) if not each.startswith("_")]
+            near = difflib.get_close_matches(name, present, n=1)
+            reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
+        raise AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
 
     # ---- this rank's part of the model, under the names of HuggingFace's files -----------------------
 
@@ -480,7 +476,7 @@ class PipelineSurface:
     ) -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
         _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
-        if save_filename not in EXPORT_NAMES:
+        if save_filename not in ("model.safetensors", "pytorch_model.bin"):
             raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
         self._files.export(save_dir)
         return True

@@ -66,7 +66,8 @@ from gpp_plugin.engine.model_watch import ModelWatch
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, tied_parameters
-from gpp_plugin.engine.training_steps import TrainedCall, TrainingSteps
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.engine.training_steps import TrainingSteps
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
@@ -413,7 +414,8 @@ class GraphPipelineEngine(PipelineSurface):
         self.rank_engine.stages[0].updater.require()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
-        batch = self._data.next(data_iter, step=self.rank_engine.counters.global_steps + 1, refusal=refusal)
+        counters = self.rank_engine.counters
+        batch = self._data.next(data_iter, step=counters.global_steps + 1, refusal=refusal)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.can_prefetch else None
         if following is not None and self._memory.refusal(following):
@@ -422,31 +424,31 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
         with watching, self._watch.as_captured(), self.rank_engine.attached():
-            call = self._steps.train(
+            loss, stepped, events = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
         self._watch.note()
-        self._last_step = call.step
+        self._last_step = stepped
         if clock is not None:
             self.last_timeline = keep_timeline(
-                call.events,
+                events,
                 clock,
                 plan=self.plan,
                 collectives=self._collectives,
                 path=self.config.trace_path,
-                step=self.global_steps,
+                step=counters.global_steps,
             )
         self._metrics.after_step(
-            loss=call.loss,
-            step=call.step,
-            events=call.events,
+            loss=loss,
+            step=stepped,
+            events=events,
             batch=batch,
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
+            global_steps=counters.global_steps,
+            global_samples=counters.global_samples,
             seconds=time.perf_counter() - start,
         )
-        self._count_skipped(call)
-        return torch.full((), call.loss, dtype=torch.float32, device=self.device)
+        self._count_skipped(stepped, counters.global_steps)
+        return torch.full((), loss, dtype=torch.float32, device=self.device)
 
     def _look_at_model(self, *, is_training: bool = True) -> ConfigError | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
@@ -456,7 +458,7 @@ class GraphPipelineEngine(PipelineSurface):
             return error
         return None
 
-    def _count_skipped(self, call: TrainedCall) -> None:
+    def _count_skipped(self, stepped: StepResult, number: int) -> None:
         """Say where the numbers of a skipped step were not finite; end a job that skips them all.
 
         Stages that step alone skip alone, so in mode async nothing is agreed, and nothing ended.
@@ -464,15 +466,15 @@ class GraphPipelineEngine(PipelineSurface):
         if self.config.mode == "async":
             return
         where = ""
-        if call.step.overflow and self._locator is not None:
+        if stepped.overflow and self._locator is not None:
             where = first_found(self._locator.found, self._collectives)
             if self.global_rank == 0:
                 logger.warning(
                     "step %d skipped, gradients are not finite: %s",
-                    self.global_steps,
+                    number,
                     where or "no operator was seen",
                 )
-        self._skipped.count(call.step, number=self.global_steps, where=where)
+        self._skipped.count(stepped, number=number, where=where)
 
     def flush(self) -> Tensor | None:
         """Finish the micro-batches in flight, so that every stage has made all its updates; collective.

@@ -78,8 +78,6 @@ from gpp_plugin.runtime.ranks.waiting import finish
 
 logger = logging.getLogger(__name__)
 
-EXPORT_NAMES = ("model.safetensors", "pytorch_model.bin")
-
 
 class PipelineFiles:
     """The model's files and states; every method is collective over all ranks.

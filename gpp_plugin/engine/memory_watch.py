@@ -10,7 +10,6 @@ import dataclasses
 import logging
 from collections import OrderedDict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -59,14 +58,6 @@ MOST_COUNTED = 8
 """Mini-batches that are counted where lengths are set, each longer than those before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """What the stage with the least memory left needs, in words, and the bytes it lacks: none where negative."""
-
-    text: str
-    missing: int
-
-
 class MemoryWatch:
     """Counts mini-batches, reports on memory, and refuses mini-batches that do not fit.
 
@@ -97,7 +88,7 @@ class MemoryWatch:
         self._longest = None if lengths is None else lengths.max
         self._anchors = () if lengths is None else tuple(length_entries(sample_batch, lengths.max))
         self._sample = _in_words(sample_batch)
-        self._shortages: OrderedDict[tuple[UnitSize, ...], Shortage] = OrderedDict()
+        self._shortages: OrderedDict[tuple[UnitSize, ...], tuple[str, int]] = OrderedDict()
         self._counted: tuple[UnitSize, ...] | None = None
         self._num_counted = 0
         self._plan, self._config, self._setting = plan, config, setting
@@ -169,12 +160,12 @@ class MemoryWatch:
         """Return why a mini-batch is not run; None where it is."""
         longer = self._longer(batch)
         units = "" if self._sized is None else self._sizes_of(self._sized, batch)
-        short = Shortage(text="", missing=0)
+        shortage, missing = "", 0
         if self._sized is not None and not isinstance(units, str):
-            short = self._shortage(self._sized, units)
-        if longer is None and short.missing <= 0:
+            shortage, missing = self._shortage(self._sized, units)
+        if longer is None and missing <= 0:
             return None
-        why = "; ".join(reason for reason in (longer, short.text) if reason)
+        why = "; ".join(reason for reason in (longer, shortage) if reason)
         return (
             f"this mini-batch is not run: {why}; shorten it or leave it out, or raise graph_pipeline.lengths.max, for "
             "which a plan is then made (more stages, smaller units, memory.recompute)"
@@ -191,8 +182,8 @@ class MemoryWatch:
                     return f"{anchor} is {value.shape[-1]} long, and graph_pipeline.lengths.max is {most}"
         return None
 
-    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> Shortage:
-        """Return which stage has the least memory left for these units, and how much is missing."""
+    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> tuple[str, int]:
+        """Return in words which stage has the least memory left for these units, and the bytes it lacks, if any."""
         found = self._shortages.get(units)
         if found is None:
             longest = max(units, key=lambda unit: (unit.lengths, unit.samples))
@@ -202,7 +193,7 @@ class MemoryWatch:
                 f"at {sized.costs.in_words(longest.lengths)} stage {part.stage!r} needs {part.total} bytes a rank and "
                 f"may use {part.limit or 'any number'}{f', {missing} bytes are missing' if missing > 0 else ''}"
             )
-            found = self._shortages[units] = Shortage(text=text, missing=missing)
+            found = self._shortages[units] = text, missing
             while len(self._shortages) > MOST_SHORTAGES:
                 self._shortages.popitem(last=False)
         return found

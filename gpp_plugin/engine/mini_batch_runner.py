@@ -19,7 +19,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -78,6 +77,8 @@ MAX_RUNNERS = 8
 """Plans of different sizes that are kept: whole batches, and the parts of a smaller last one."""
 
 _GraphKey = tuple[Any, ...]
+_Graph = tuple[Reference, PipelinePlan]
+"""The model captured for evaluation with one set of keys, and the training plan's stages on it."""
 
 
 class RunnerFactory:
@@ -449,14 +450,6 @@ class MiniBatchRunner:
 # ---- evaluation ---------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Graph:
-    """The model captured for evaluation with one set of keys, and the training plan's stages on it."""
-
-    reference: Reference
-    plan: PipelinePlan
-
-
 class Evaluator:
     """Evaluates batches on the stages of a training plan; every method is collective over all ranks.
 
@@ -510,24 +503,24 @@ class Evaluator:
         # the captured graph depends on entries that are no tensors as well
         constants = {name: None if isinstance(v, Tensor) else repr(v) for name, v in typical.items()}
         key = (outputs, *sorted(constants.items(), key=lambda item: item[0]))
-        graph = self._graph(key, typical, outputs)
-        if needs_loss and graph.reference.analysis.op_graph.loss is None:
+        reference, plan = self._graph(key, typical, outputs)
+        if needs_loss and reference.analysis.op_graph.loss is None:
             raise ConfigError(
                 f"eval_batch: the model returns no loss for a batch of {sorted(batch)}; give labels, or pass "
                 "compute_loss=False"
             )
-        rule = self._source.unit_rule(graph.reference)
+        rule = self._source.unit_rule(reference)
         if rule is not None:
             batch = rule.units(batch) if isinstance(batch, UnitBatch) else rule.evaluated(batch)
-        self._source.learn_shapes(graph.reference, typical)
-        parts = _parts(graph.plan, batch)
+        self._source.learn_shapes(reference, typical)
+        parts = _parts(plan, batch)
         total = 0.0
         collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
         # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
         for part, rows in parts:
             with self._weights_for(part.plan):
-                runner = self._runner_for(key, graph.reference, part.plan, rows)
+                runner = self._runner_for(key, reference, part.plan, rows)
                 if runner is None:
                     self._runner.stand_by(rows)
                     continue
@@ -538,7 +531,7 @@ class Evaluator:
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         whole = self._collectives.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
         given = batch if are_units else None
-        return float(whole), self._gather(collected, graph.reference, given)
+        return float(whole), self._gather(collected, reference, given)
 
     def close(self) -> None:
         """Release all runners."""
@@ -563,7 +556,7 @@ class Evaluator:
             oldest, _ = self._graphs.popitem(last=False)
             for runner_key in [other for other in self._runners if other[0] == oldest]:
                 del self._runners[runner_key]
-        self._graphs[key] = _Graph(reference=reference, plan=plan)
+        self._graphs[key] = reference, plan
         return self._graphs[key]
 
     def _runner_for(

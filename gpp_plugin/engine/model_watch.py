@@ -145,6 +145,7 @@ class ModelWatch:
 
     def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine, num_units: int = 1) -> None:
         self._stages = stages
+        self._weights = stages.weights
         self._num_units = num_units
         self._tables = [(each, _tables_of(each.module)) for each in watched]
         self._all = [table for _, tables in self._tables for table in tables]
@@ -232,7 +233,7 @@ class ModelWatch:
             self._settle_parameters()
             self._flags = list(map(_FLAGS, parameters))
         # through `.data`, which no version shows, to parameters without values (ZeRO 3)
-        for weights in self._stages.weights:
+        for weights in self._weights:
             if written := weights.written():
                 raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
         for first, others in self._copies:

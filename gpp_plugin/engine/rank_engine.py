@@ -491,7 +491,8 @@ class RankEngine:
 
     def attached(self) -> AbstractContextManager[None]:
         """Let programs gather and free the stages' parameters while the context lasts."""
-        return attached(self.weights)
+        weights = self.weights
+        return attached(weights) if weights else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:

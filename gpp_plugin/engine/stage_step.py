@@ -79,6 +79,8 @@ class StageUpdate:
         self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
         """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
         self._stage = stage
+        self._is_reduced = stage.degree > 1 or bool(updater.layout)
+        """Whether `reduce_data` is due: where ranks step their parts of the gradients, even a single one reduces."""
         self._groups = groups
         self._device = device
         self._foreign = frozenset(foreign)
@@ -168,8 +170,7 @@ class StageUpdate:
         Raises:
             RuntimeFailure: a sum that other ranks take part in was left out.
         """
-        # where ranks step their parts of the gradients, even a single one reduces
-        lacks_data = (self._stage.degree > 1 or bool(self.updater.layout)) and not self._has_data
+        lacks_data = self._is_reduced and not self._has_data
         if (lacks_data or self.lacks_tied) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         self.sum_tensor()

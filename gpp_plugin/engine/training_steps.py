@@ -24,7 +24,6 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -55,15 +54,6 @@ _CALLS_KEPT = 4
 _RAISE_LIMIT = ", or raise graph_pipeline.comm_timeout_s"
 
 # ---- from one mini-batch to the next -----------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedCall:
-    """What one call of `train_batch` brought: the mean loss, the last step, and what happened when, if recorded."""
-
-    loss: float
-    step: StepResult
-    events: Sequence[Event]
 
 
 class TrainingSteps:
@@ -98,7 +88,7 @@ class TrainingSteps:
             self._reports = LossReports(rank_runner, runner.stages, setting=setting, data=data)
         self._learn_shapes = learn_shapes
         self._metrics = metrics
-        self._is_prefetch_off = False
+        self._may_prefetch = rank_runner.policy.can_prefetch
         self._has_noted_staleness = self._reports is None
 
     @property
@@ -119,11 +109,12 @@ class TrainingSteps:
     @property
     def can_prefetch(self) -> bool:
         """Return whether the next call of `train` may have use for the mini-batch that follows."""
-        runner = self._rank_runner
-        return runner.policy.can_prefetch and runner.has_peeked and not self._is_prefetch_off
+        return self._may_prefetch and self._rank_runner.has_peeked
 
-    def train(self, batch: Batch, *, following: Batch | None = None, record: bool) -> TrainedCall:
-        """Train on one mini-batch.
+    def train(
+        self, batch: Batch, *, following: Batch | None = None, record: bool
+    ) -> tuple[float, StepResult, Sequence[Event]]:
+        """Train on one mini-batch; return the mean loss, the last step, and what happened when, if recorded.
 
         In mode async it enters the pipeline, which is full when this returns, and the learning-rate schedule advances
         once. The loss is then the mean of those that came out meanwhile, which lag behind what enters by the
@@ -141,7 +132,7 @@ class TrainingSteps:
             self._reports.data.post(batch, self._stages.counters.global_steps + 1)
         following = self._common_following(batch, following) if self.can_prefetch else None
         # Mini-batches overlap within one shape only: messages and weight versions of another one do not fit.
-        if self._rank_runner.is_another_shape(batch):
+        if self._reports is not None and self._rank_runner.is_another_shape(batch):
             self.drain()
         result = self._runner.train(self._rank_runner, batch, following=following, record=record)
         if self._reports is None:
@@ -154,7 +145,7 @@ class TrainingSteps:
         if not self._has_noted_staleness:
             self._has_noted_staleness = True
             self._metrics.note_staleness(self.staleness, self._stages.counters.global_samples)
-        return TrainedCall(loss=loss, step=stepped, events=result.events)
+        return loss, stepped, result.events
 
     def _sum_loss(self, result: MiniBatchResult) -> float:
         """Return the mean loss of a synchronous mini-batch, summed over all ranks."""
@@ -203,7 +194,7 @@ class TrainingSteps:
             if is_stale:
                 runner.drop()
         if is_stateful:
-            self._is_prefetch_off = True
+            self._may_prefetch = False
             if self._stages.rank == 0:
                 logger.info(
                     "frozen_prefetch: the frozen branch draws random numbers or writes tensors of its own (dropout, "

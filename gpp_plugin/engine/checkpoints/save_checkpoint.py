@@ -395,21 +395,8 @@ def _prepare(
         return str(places.begin(directory, tag)) if engine.rank == 0 else ""
 
     temporary = Path(all_ranks(engine, begin, doing=f"prepare {directory / tag}")[0])
-    files, texts = made[0]
-    return PreparedSave(
-        directory=directory,
-        tag=tag,
-        temporary=temporary,
-        files=files,
-        texts=texts,
-        head=_head(engine, options),
-        options=options,
-    )
-
-
-def _head(engine: StageEngine, options: SaveOptions) -> CheckpointManifest:
-    """Return the manifest but for what is written: of the plan what the files depend on, not predictions."""
-    return CheckpointManifest(
+    # the manifest but for what is written: of the plan what the files depend on, not predictions
+    head = CheckpointManifest(
         stages=saved_stages(engine.plan),
         num_ranks=engine.plan.num_ranks,
         dtype=engine.config.dtype,
@@ -420,6 +407,16 @@ def _head(engine: StageEngine, options: SaveOptions) -> CheckpointManifest:
         texts={},
         versions={"gpp_plugin": __version__, "torch": torch.__version__, **engine.updater.versions},
         names={name: tuple(others) for name, others in options.names.items()},
+    )
+    files, texts = made[0]
+    return PreparedSave(
+        directory=directory,
+        tag=tag,
+        temporary=temporary,
+        files=files,
+        texts=texts,
+        head=head,
+        options=options,
     )
 
 

@@ -29,8 +29,7 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sa
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, first_line
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import SampleRange, merged_ranges
+from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
     ChooseOrder,
@@ -218,17 +217,6 @@ class Share:
 
     def _cast(self, value: Tensor) -> Tensor:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
-
-
-def samples_of_rank(plan: PipelinePlan, rank: int) -> tuple[SampleRange, ...]:
-    """Return the samples of a mini-batch that the stages of a rank read."""
-    return merged_ranges(
-        [
-            plan.stages[index].samples(micro_batch, rank)
-            for index in plan.stages_of_rank(rank)
-            for micro_batch in range(plan.num_micro_batches(index))
-        ]
-    )
 
 
 Prepare = Callable[[Any], dict[str, Any]]

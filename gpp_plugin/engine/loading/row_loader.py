@@ -46,11 +46,11 @@ from gpp_plugin.engine.loading.rank_shard import (
     StreamPoint,
     as_it_is,
     sampler_state,
-    samples_of_rank,
     stream_state,
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.samples import merged_ranges
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
@@ -386,10 +386,15 @@ def make_row_loader(
     loader = make_loader(
         dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed, units=config.units
     )
+    samples = [
+        plan.stages[index].samples(micro_batch, setting.rank)
+        for index in plan.stages_of_rank(setting.rank)
+        for micro_batch in range(plan.num_micro_batches(index))
+    ]
     share = Share(
         rank=setting.rank,
         mini_batch=plan.mini_batch,
-        samples=samples_of_rank(plan, setting.rank),
+        samples=merged_ranges(samples),  # those that the rank's stages read
         keys=None if reads is None else frozenset(reads),
         dtype=setting.dtype,
         units=config.units,

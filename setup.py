@@ -89,6 +89,7 @@ setup(
         "gpp_plugin": [
             "py.typed",
             "clusters/*.json",
+            "engine/*.json",
             "models/*.json",
             "report/page/*",
             "integrations/*/*.toml",

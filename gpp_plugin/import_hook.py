@@ -30,11 +30,8 @@ MOVED = {
     "gpp_plugin.extensions": "gpp_plugin.plugins",
     "gpp_plugin.integrations.huggingface.seq2seq_trainer": "gpp_plugin.integrations.trainer.trainer",
     "gpp_plugin.integrations.huggingface.trainer": "gpp_plugin.integrations.trainer.trainer",
-<<<<<<< HEAD
     "gpp_plugin.plan.batch_rules": "gpp_plugin.plan.request",
-=======
     "gpp_plugin.integrations.megatron.stages": "gpp_plugin.integrations.megatron",
->>>>>>> a6
     "gpp_plugin.plan.costs.cache_parallelism": "gpp_plugin.plan.costs.long_context",
     "gpp_plugin.plan.plan_schedules": "gpp_plugin.plan.choose_schedule",
     "gpp_plugin.report.memory_text": "gpp_plugin.report.plan_text",

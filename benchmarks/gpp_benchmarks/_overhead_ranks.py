@@ -22,8 +22,7 @@ from torch.nn import functional as F
 
 from gpp_benchmarks._ranks import over_ranks, rank_settings
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.stage_optimizer import DeepSpeedOptimizer

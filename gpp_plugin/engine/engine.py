@@ -14,7 +14,7 @@ it does. It is composed of parts, each of which receives what it needs:
     metrics        what users see of training
     memory         what ranks hold, against the plan
 
-No file here depends on a framework: what is needed of one is a `Framework`.
+No file here depends on a framework: the engine is given what makes optimizers and monitors.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.backends.measured_backends import BackendLog
 from gpp_plugin.backends.stage_backends import (
@@ -47,32 +47,27 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
-from gpp_plugin.engine.evaluator import Evaluator
-from gpp_plugin.engine.framework import Framework
+from gpp_plugin.engine.framework import StageReplica, WeightUpdater, WriteEvents
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
     BatchSource,
+    check_axes,
+    check_count,
+    inputs_of,
     inputs_read,
     ranks_that_read,
 )
-from gpp_plugin.engine.loading.mini_batch_loader import check_axes, check_count, inputs_of
 from gpp_plugin.engine.loading.row_loader import make_row_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import Metrics, keep_timeline
+from gpp_plugin.engine.metrics import Metrics, NanLocator, SkippedSteps, first_found, keep_timeline
+from gpp_plugin.engine.mini_batch_runner import Evaluator, MiniBatchRunner, RunnerFactory
 from gpp_plugin.engine.model_watch import ModelWatch
-from gpp_plugin.engine.non_finite import NanLocator, SkippedSteps, first_found
 from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.runner_factory import RunnerFactory
 from gpp_plugin.engine.sharded_weights import check_sharding
 from gpp_plugin.engine.stage_groups import StageGroups, tied_parameters
-from gpp_plugin.engine.training_steps import (
-    MiniBatchRunner,
-    RankStep,
-    StepHooks,
-    TrainedCall,
-    TrainingSteps,
-)
+from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.engine.training_steps import TrainingSteps
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
@@ -86,7 +81,6 @@ from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
-from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import watched_calls
@@ -122,7 +116,10 @@ class GraphPipelineEngine(PipelineSurface):
 
     Args:
         source: the user's model, or graph of stages; after construction it keeps only this rank's stages.
-        framework: makes what updates the stages' weights and writes to monitors.
+        framework: which one this is and its release, for errors.
+        make_optimizer: returns what updates a stage's weights, once its replicas are equal; casts the module.
+        check_shared_out: refuses captured stages on tensor ranks where weights cannot be stepped in parts.
+        make_monitor: returns what writes events where the configuration requests them; called on rank 0.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -137,7 +134,10 @@ class GraphPipelineEngine(PipelineSurface):
         self,
         *,
         source: ModelSource,
-        framework: Framework,
+        framework: str,
+        make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
+        check_shared_out: Callable[[PipelinePlan], None],
+        make_monitor: Callable[[], WriteEvents | None],
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
@@ -171,7 +171,7 @@ class GraphPipelineEngine(PipelineSurface):
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:
-            framework.check_shared_out(plan)
+            check_shared_out(plan)
         self._plan = plan = note_edge_transports(plan, config.p2p)
         self._rule = source.unit_rule(reference)
         if self._rule is not None:
@@ -180,11 +180,15 @@ class GraphPipelineEngine(PipelineSurface):
             check_axes(user_batch, setting.sizes.mini_batch)
         self._backends = StageBackends()
         self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
-        # By default where this engine loads the data itself: it is invisible then that it is loaded one call early.
-        may_prefetch = config.frozen_prefetch == 1 or (
-            config.frozen_prefetch == "auto" and training_data is not None
+        # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
+        self._rank_runner = self._runners.make_training(
+            reference,
+            plan,
+            has_own_data=training_data is not None,
+            make_places=lambda stage: (
+                lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
+            ),
         )
-        self._rank_runner = self._make_rank_runner(reference, plan, may_prefetch=may_prefetch)
         modules = self._runners.make_modules(self._rank_runner, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
         HERE.stage = name = plan.names_on_rank(setting.rank)
@@ -201,21 +205,21 @@ class GraphPipelineEngine(PipelineSurface):
             rank=setting.rank,
             groups=self._groups,
             tied=tied,
-            make_optimizer=framework.make_optimizer,
-            framework=framework.name,
+            make_optimizer=make_optimizer,
+            framework=framework,
             device=setting.device,
             steps_alone=self._rank_runner.policy.steps_alone,
             reduces_early=[own.stage_index for own in self._rank_runner.stage_runners if own.reduces_early],
         )
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        monitor = do_together(
-            lambda: framework.make_monitor() if setting.rank == 0 else None,
+        write_events = do_together(
+            lambda: make_monitor() if setting.rank == 0 else None,
             what="making the monitors",
             group=setting.group,
         )
         self._metrics = Metrics(
-            ds_config, setting, reference, plan, monitor=monitor, collectives=self._collectives
+            ds_config, setting, reference, plan, write_events=write_events, collectives=self._collectives
         )
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
@@ -236,31 +240,13 @@ class GraphPipelineEngine(PipelineSurface):
 
     # ---- construction --------------------------------------------------------------------------
 
-    def _make_rank_runner(
-        self, reference: Reference, plan: PipelinePlan, *, may_prefetch: bool
-    ) -> RankRunner:
-        """Return this rank's runner of training; collective."""
-        if self.config.mode == "async":
-            # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
-            return self._runners.make_async(
-                reference,
-                plan,
-                make_places=lambda stage: (
-                    lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
-                ),
-            )
-        runner = self._runners.make(reference, plan, may_prefetch=may_prefetch)
-        assert runner is not None, "every rank is in a stage of the training plan"
-        return runner
-
     def _choose_backends(self, sample_batch: Batch) -> None:
         """Choose what stages without gradients run on; collective."""
-        requested = self.config.backends
-        if requested == "off":
+        if self.config.backends == "off":
             return
         with step("measure backends"):
             self._backends.choices = choose_backends(
-                requested,
+                self.config.backends,
                 self._rank_runner,
                 sample_batch,
                 log=BackendLog(self.config.profile_dir),
@@ -310,17 +296,12 @@ class GraphPipelineEngine(PipelineSurface):
         if training_data is not None:
             own = make_row_loader(
                 training_data,
+                self._batch_source,
                 plan=plan,
                 config=self.config,
                 setting=self._setting,
                 collate_fn=collate_fn,
-                prepare=self._source.prepare_batch,
-                complete=self._source.complete_batches,
                 reads=inputs_read(plan, reference.block_graph, self._rank_runner.stages),
-                keys=sample_batch,
-                inputs=inputs_of(sample_batch),
-                unit=None if self._rule is None else self._rule.num_samples,
-                order=order,
             )
         self._data = TrainingData(
             self._batch_source, own, peeks_at_iterators=self.config.frozen_prefetch == 1
@@ -345,13 +326,12 @@ class GraphPipelineEngine(PipelineSurface):
             sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
-        self._step = RankStep(stages, self._memory)
+        stages.note_gradients = self._memory.note_gradients
         is_alone = self._rank_runner.policy.steps_alone
-        hooks = [StepHooks(s, self._step.alone(s) if is_alone else self._step) for s in stages.stages]
         self._rank_runner.bind(
             modules,
-            hooks,
-            self._step if len(hooks) > 1 and not is_alone else None,
+            stages.stages,
+            stages.step if len(stages.stages) > 1 and not is_alone else None,
             [stage.weights for stage in stages.stages],
         )
         self._choose_backends(sample_batch)
@@ -364,20 +344,15 @@ class GraphPipelineEngine(PipelineSurface):
             device=setting.device,
         )
         self._evaluator = Evaluator(
-            source=self._source,
-            setting=setting,
+            self._runners,
+            self._runner,
             plan=plan,
             reference=reference,
             modules=dict(zip(stages.indices, modules, strict=True)),
-            stages=stages,
-            make_runner=self._runners.make,
-            run=self._runner.run,
-            stand_by=self._runner.stand_by,
             collectives=self._collectives,
         )
         self._steps = TrainingSteps(
             self._rank_runner,
-            stages,
             self._runner,
             setting=setting,
             collectives=self._collectives,
@@ -436,10 +411,11 @@ class GraphPipelineEngine(PipelineSurface):
         # Nothing is sent before it is certain that this rank can continue, has an optimizer, and received data.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
-        self.rank_engine.require_optimizer()
+        self.rank_engine.stages[0].updater.require()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
-        batch = self._data.next(data_iter, step=self.global_steps + 1, refusal=refusal)
+        counters = self.rank_engine.counters
+        batch = self._data.next(data_iter, step=counters.global_steps + 1, refusal=refusal)
         self._memory.check(batch)
         following = self._data.peek(data_iter) if self._steps.can_prefetch else None
         if following is not None and self._memory.refusal(following):
@@ -448,31 +424,31 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
         with watching, self._watch.as_captured(), self.rank_engine.attached():
-            call = self._steps.train(
+            loss, stepped, events = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
         self._watch.note()
-        self._last_step = call.step
+        self._last_step = stepped
         if clock is not None:
             self.last_timeline = keep_timeline(
-                call.events,
+                events,
                 clock,
                 plan=self.plan,
                 collectives=self._collectives,
                 path=self.config.trace_path,
-                step=self.global_steps,
+                step=counters.global_steps,
             )
         self._metrics.after_step(
-            loss=call.loss,
-            step=call.step,
-            events=call.events,
+            loss=loss,
+            step=stepped,
+            events=events,
             batch=batch,
-            global_steps=self.global_steps,
-            global_samples=self.global_samples,
+            global_steps=counters.global_steps,
+            global_samples=counters.global_samples,
             seconds=time.perf_counter() - start,
         )
-        self._count_skipped(call)
-        return torch.full((), call.loss, dtype=torch.float32, device=self.device)
+        self._count_skipped(stepped, counters.global_steps)
+        return torch.full((), loss, dtype=torch.float32, device=self.device)
 
     def _look_at_model(self, *, is_training: bool = True) -> ConfigError | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
@@ -482,7 +458,7 @@ class GraphPipelineEngine(PipelineSurface):
             return error
         return None
 
-    def _count_skipped(self, call: TrainedCall) -> None:
+    def _count_skipped(self, stepped: StepResult, number: int) -> None:
         """Say where the numbers of a skipped step were not finite; end a job that skips them all.
 
         Stages that step alone skip alone, so in mode async nothing is agreed, and nothing ended.
@@ -490,15 +466,15 @@ class GraphPipelineEngine(PipelineSurface):
         if self.config.mode == "async":
             return
         where = ""
-        if call.step.overflow and self._locator is not None:
+        if stepped.overflow and self._locator is not None:
             where = first_found(self._locator.found, self._collectives)
             if self.global_rank == 0:
                 logger.warning(
                     "step %d skipped, gradients are not finite: %s",
-                    self.global_steps,
+                    number,
                     where or "no operator was seen",
                 )
-        self._skipped.count(call.step, number=self.global_steps, where=where)
+        self._skipped.count(stepped, number=number, where=where)
 
     def flush(self) -> Tensor | None:
         """Finish the micro-batches in flight, so that every stage has made all its updates; collective.
@@ -594,7 +570,7 @@ class GraphPipelineEngine(PipelineSurface):
 
         Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
         """
-        self._step.keeps_gradients = retain
+        self.rank_engine.keeps_gradients = retain
 
     @property
     def gradients(self) -> dict[str, Tensor]:
@@ -603,11 +579,11 @@ class GraphPipelineEngine(PipelineSurface):
         Raises:
             ConfigError: `retain_gradients` was not called before the step.
         """
-        if self._step.gradients is None:
+        if self.rank_engine.gradients is None:
             raise ConfigError(
                 "gradients are not retained; call engine.retain_gradients() before train_batch()"
             )
-        return self._step.gradients
+        return self.rank_engine.gradients
 
     # ---- generation ----------------------------------------------------------------------------
 

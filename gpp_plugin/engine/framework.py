@@ -1,12 +1,11 @@
-"""What the engine needs of a framework: each stage's optimizer, monitors.
+"""What the engine needs of a framework: each stage's optimizer.
 
 The engine imports no framework; `integrations` has what a DeepSpeed configuration stands for.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,10 +15,8 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
-from gpp_plugin.engine.gradient_store import StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, StageGradients
 from gpp_plugin.engine.sharded_weights import FlatWeights
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
@@ -42,94 +39,40 @@ class StageReplica:
     device: torch.device
 
 
-class Framework(Protocol):
-    """What a job's configuration needs of its framework; ``name`` says which and its release, for errors."""
-
-    name: str
-
-    def make_optimizer(self, module: nn.Module, replica: StageReplica) -> WeightUpdater:
-        """Return what updates a stage's weights, once its replicas are equal; casts the module.
-
-        Raises:
-            ConfigError: the configuration requests what a stage cannot do.
-        """
-
-    def check_shared_out(self, plan: PipelinePlan) -> None:
-        """Refuse captured stages on tensor ranks where weights cannot be stepped in parts; the same on every rank.
-
-        Raises:
-            ConfigError: names what is in the way.
-        """
-
-    def make_monitor(self) -> Monitor | None:
-        """Return what writes events where the configuration requests them; called on rank 0."""
-
-
-class Monitor(Protocol):
-    """Writes numbers by name and number of samples."""
-
-    # DeepSpeed's `MonitorMaster` is one as it is; so is whatever a test or another framework writes with.
-    enabled: bool
-
-    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
-        """Write events: name, value, samples so far."""
+WriteEvents = Callable[[list[tuple[str, float, int]]], None]
+"""Writes events to monitors: name, value, samples so far. DeepSpeed's `MonitorMaster.write_events` is one."""
 
 
 @dataclass(slots=True)
 class StepCounters:
     """What was done so far, in mini-batches and samples."""
 
-    # Steps skipped for overflow are counted in all three, so that every rank's schedule sees the same numbers.
     global_steps: int = 0
     skipped_steps: int = 0
     global_samples: int = 0
 
-    def add(self, *, samples: int, overflow: bool) -> None:
-        """Count one mini-batch."""
-        self.global_steps += 1
-        self.global_samples += samples
-        self.skipped_steps += int(overflow)
 
-    def as_dict(self) -> dict[str, int]:
-        """Return the numbers by name, as checkpoints hold them."""
-        return dataclasses.asdict(self)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSettings:
+    """What of a job's configuration decides about gradients and steps; types by torch's names.
 
-    def load(self, state: Mapping[str, int]) -> None:
-        """Take over what `as_dict` returned."""
-        for name in self.as_dict():
-            setattr(self, name, state[name])
+    Args:
+        dtype: of the parameters (``float32``, ``bfloat16``, ``float16``).
+        accumulation_dtype: in which micro-batches' gradients are added up.
+        communication_dtype: gradients are sent in; None sends them as they are.
+        bucket_elements: most elements of one message of gradients.
+        zero_stage: 0 to 3.
+        gradient_clipping: largest global L2 norm of a step; 0 does not clip.
+        check_overflow: skip the step when the norm is not finite.
+    """
 
-
-class StepSettings(Protocol):
-    """What of a job's configuration decides about gradients and steps; types by torch's names."""
-
-    @property
-    def dtype(self) -> str:
-        """Return the type of the parameters."""
-
-    @property
-    def accumulation_dtype(self) -> str:
-        """Return the type in which micro-batches' gradients are added up."""
-
-    @property
-    def communication_dtype(self) -> str | None:
-        """Return the type gradients are sent in; None sends them as they are."""
-
-    @property
-    def bucket_elements(self) -> int:
-        """Return the most elements of one message of gradients."""
-
-    @property
-    def zero_stage(self) -> int:
-        """Return 0, 1, 2 or 3."""
-
-    @property
-    def gradient_clipping(self) -> float:
-        """Return the largest norm of a step; 0 does not clip."""
-
-    @property
-    def check_overflow(self) -> bool:
-        """Return whether to skip the step when the norm is not finite."""
+    dtype: str
+    accumulation_dtype: str
+    communication_dtype: str | None
+    bucket_elements: int
+    zero_stage: int
+    gradient_clipping: float
+    check_overflow: bool
 
 
 class WeightUpdater(Protocol):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,10 +156,8 @@ class GradientBuffer:
 
 
 def _has_gradient(held: HeldGradient) -> bool:
-    gradient = held.parameter.grad
-    if gradient is None:
-        return held.is_reached
-    return held.is_reached or gradient is not held.view or held.view._version != held.version
+    is_written = held.parameter.grad is not None and held.view._version != held.version
+    return held.is_reached or is_written or _is_beside(held)
 
 
 def _view_like(parameter: nn.Parameter, flat: Tensor, first: int) -> Tensor:
@@ -203,65 +201,6 @@ EARLY_BUCKET_ELEMENTS = 1 << 22
 """Most elements of a bucket that is sent while a backward runs: 16 MiB of fp32, one message of a good rate."""
 _FLAGS_ALIGNMENT = 64
 """Gradients begin at a multiple of this many elements, whatever the number of flags in front of them."""
-
-
-class StageGradients(Protocol):
-    """What a stage does with its gradients, whether each rank keeps all of them or its partition."""
-
-    parameters: dict[str, nn.Parameter]
-    resting: frozenset[str]
-    """Those that no unit of this mini-batch reads, on any rank: they must not move, momentum or decay or not."""
-
-    def accumulate(self) -> None:
-        """Take up what a micro-batch's backward left in ``parameter.grad``."""
-
-    def rest(self, names: Iterable[str]) -> None:
-        """Let parameters stay as they are in this step, whatever gradient they have; after all sums."""
-
-    def whole(self, name: str) -> Tensor | None:
-        """Return where the sum of a gradient lies, in the parameter's shape; None where no loss reached it.
-
-        Of gradients that this rank has whole, after all sums.
-        """
-
-    def begin_reduction(self) -> None:
-        """Sum them over the stage's ranks as they become final: what follows is the mini-batch's last backward."""
-
-    def reduce_data(self) -> None:
-        """Sum them over the stage's ranks; collective over those."""
-
-    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
-        """Yield what this rank brings of ``names`` to sums over several stages, after `reduce_data`."""
-
-    def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
-        """Sum those of ``names`` over the tensor ranks of a data position, after `reduce_data`; collective."""
-
-    def squared_norm(self, *, without: Iterable[str], precision: torch.dtype) -> Tensor:
-        """Return this rank's share of the squared L2 norm, of all parameters but ``without``."""
-
-    def parts(self) -> list[Tensor]:
-        """Return what holds this rank's gradients now, before they are summed over ranks or afterwards."""
-
-    def norms(self, names: Sequence[str]) -> Tensor:
-        """Return the L2 norm of each gradient of ``names`` as this rank has it, in double precision on the host."""
-
-    def unknown(self) -> Tensor | None:
-        """Return the flags, on the device, of parameters that perhaps another rank's losses reached; None: of none."""
-
-    def learn(self, flags: Sequence[float]) -> None:
-        """Take the values of what `unknown` returned."""
-
-    def gather(self) -> dict[str, Tensor]:
-        """Return whole gradients, fp32, by name; those that no loss reached are left out."""
-
-    def is_empty(self) -> bool:
-        """Return whether no loss on this rank reached any parameter."""
-
-    def held_bytes(self) -> int:
-        """Return the bytes of all gradients held now."""
-
-    def clear(self) -> None:
-        """Forget them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -318,6 +257,7 @@ class GradientStore:
     ) -> None:
         self.parameters = dict(parameters)
         self.resting: frozenset[str] = frozenset()
+        """Those that no unit of this mini-batch reads, on any rank: they must not move, momentum or decay or not."""
         self._bucket_elements = bucket_elements
         self._group = group
         self._position = position

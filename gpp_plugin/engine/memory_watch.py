@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -22,9 +21,8 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.gradient_store import StageGradients
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.partitioned_gradients import StageGradients
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import BatchRefused
 from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.memory_report import (
@@ -60,14 +58,6 @@ MOST_COUNTED = 8
 """Mini-batches that are counted where lengths are set, each longer than those before."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortage:
-    """What the stage with the least memory left needs, in words, and the bytes it lacks: none where negative."""
-
-    text: str
-    missing: int
-
-
 class MemoryWatch:
     """Counts mini-batches, reports on memory, and refuses mini-batches that do not fit.
 
@@ -98,7 +88,7 @@ class MemoryWatch:
         self._longest = None if lengths is None else lengths.max
         self._anchors = () if lengths is None else tuple(length_entries(sample_batch, lengths.max))
         self._sample = _in_words(sample_batch)
-        self._shortages: OrderedDict[tuple[UnitSize, ...], Shortage] = OrderedDict()
+        self._shortages: OrderedDict[tuple[UnitSize, ...], tuple[str, int]] = OrderedDict()
         self._counted: tuple[UnitSize, ...] | None = None
         self._num_counted = 0
         self._plan, self._config, self._setting = plan, config, setting
@@ -170,12 +160,12 @@ class MemoryWatch:
         """Return why a mini-batch is not run; None where it is."""
         longer = self._longer(batch)
         units = "" if self._sized is None else self._sizes_of(self._sized, batch)
-        short = Shortage(text="", missing=0)
+        shortage, missing = "", 0
         if self._sized is not None and not isinstance(units, str):
-            short = self._shortage(self._sized, units)
-        if longer is None and short.missing <= 0:
+            shortage, missing = self._shortage(self._sized, units)
+        if longer is None and missing <= 0:
             return None
-        why = "; ".join(reason for reason in (longer, short.text) if reason)
+        why = "; ".join(reason for reason in (longer, shortage) if reason)
         return (
             f"this mini-batch is not run: {why}; shorten it or leave it out, or raise graph_pipeline.lengths.max, for "
             "which a plan is then made (more stages, smaller units, memory.recompute)"
@@ -192,8 +182,8 @@ class MemoryWatch:
                     return f"{anchor} is {value.shape[-1]} long, and graph_pipeline.lengths.max is {most}"
         return None
 
-    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> Shortage:
-        """Return which stage has the least memory left for these units, and how much is missing."""
+    def _shortage(self, sized: SizedPlan, units: tuple[UnitSize, ...]) -> tuple[str, int]:
+        """Return in words which stage has the least memory left for these units, and the bytes it lacks, if any."""
         found = self._shortages.get(units)
         if found is None:
             longest = max(units, key=lambda unit: (unit.lengths, unit.samples))
@@ -203,12 +193,12 @@ class MemoryWatch:
                 f"at {sized.costs.in_words(longest.lengths)} stage {part.stage!r} needs {part.total} bytes a rank and "
                 f"may use {part.limit or 'any number'}{f', {missing} bytes are missing' if missing > 0 else ''}"
             )
-            found = self._shortages[units] = Shortage(text=text, missing=missing)
+            found = self._shortages[units] = text, missing
             while len(self._shortages) > MOST_SHORTAGES:
                 self._shortages.popitem(last=False)
         return found
 
-    def note_gradients(self, gradients: Iterable[StageGradients]) -> None:
+    def note_gradients(self, gradients: Sequence[StageGradients]) -> None:
         """Look at the gradients of all stages before the optimizers' step, until they have been seen once."""
         if not self._has_counted:
             self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))
@@ -307,7 +297,7 @@ class MemoryWatch:
         Raises:
             CommTimeout: not every rank requested it; nothing that takes long can keep one from it.
         """
-        mine = self._mine(stages.stages, *ahead, most_gathered=stages.whole_bytes.most), self._counts
+        mine = self._mine(stages, *ahead), self._counts
         collectives = dataclasses.replace(self._collectives, timeout_s=self._config.comm_timeout_s)
         everyone = collectives.gather(mine, "memory_report(), which every rank calls")
         return MemoryReport(
@@ -340,21 +330,14 @@ class MemoryWatch:
         idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] // self._setting.placement.own_sharers + idle
 
-    def _mine(
-        self,
-        stages: Sequence[StageEngine],
-        prefetched_bytes: int,
-        held_prefetched: int,
-        *,
-        most_gathered: int,
-    ) -> RankMemory:
+    def _mine(self, stages: RankEngine, prefetched_bytes: int, held_prefetched: int) -> RankMemory:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
-            weights=storage_bytes(t for stage in stages for t in stage.weight_tensors()),
+            weights=storage_bytes(t for stage in stages.stages for t in stage.weight_tensors()),
             gradients=self._gradients,
-            optimizer=sum(_optimizer_bytes(stage) for stage in stages),
+            optimizer=sum(_optimizer_bytes(stage) for stage in stages.stages),
             buffers=self._inputs,
-            gathered=most_gathered,
+            gathered=stages.whole_bytes.most,
             messages=self._messages,
             ahead=held_prefetched,
         )

@@ -1,20 +1,38 @@
-"""What a user sees of training: monitors, the step log, phases of a step, messages, FLOPs, timelines."""
+"""What a user sees of training: monitors, the step log, phases of a step, messages, FLOPs; numbers that are not finite.
+
+`NanLocator` looks at what every operator of a mini-batch returns, and at the gradient that comes back to it:
+
+    0F0   embed ok   layer.0 ok   layer.1 nan  <- first in a forward: made of finite inputs, in micro-batch 0
+    0B0   head ok    layer.1 inf               <- or first in a backward, which runs from the loss down
+
+It reads a number back for each operator, several times what a step costs: it is on where ``locate_nan`` requests it.
+The module is that of the captured operator, which the line of the generated code that runs it names.
+
+Source: this project
+Tests: tests/integrations/test_observation.py, tests/integrations/test_non_finite.py
+"""
 
 from __future__ import annotations
 
+import linecache
 import logging
 import math
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from statistics import median
+from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.engine.framework import Monitor
+from gpp_plugin.engine.framework import WriteEvents
 from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.ir.timeline import Event, Timeline
@@ -22,6 +40,8 @@ from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
 from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.recorder import Clock, gather_timeline
 from gpp_plugin.runtime.stage_module import Reference
@@ -81,18 +101,15 @@ class OutlierMonitor:
 
     def note(self, value: float) -> float | None:
         """Add a value to the window unless it is not finite; return its deviations if it is an outlier, else None."""
-        found = self._deviations(value)
+        found = None
+        if len(self._last) >= self.LEAST and math.isfinite(value):
+            middle = median(self._last)
+            distance = self._NORMAL * median(abs(each - middle) for each in self._last)
+            above = (value - middle) / max(distance, self._LEAST_RANGE * abs(middle), 1e-12)
+            found = above if above > self.DEVIATIONS else None
         if math.isfinite(value):
             self._last.append(value)
         return found
-
-    def _deviations(self, value: float) -> float | None:
-        if len(self._last) < self.LEAST or not math.isfinite(value):
-            return None
-        middle = median(self._last)
-        distance = self._NORMAL * median(abs(each - middle) for each in self._last)
-        above = (value - middle) / max(distance, self._LEAST_RANGE * abs(middle), 1e-12)
-        return above if above > self.DEVIATIONS else None
 
 
 def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
@@ -118,7 +135,7 @@ class Metrics:
     step log.
 
     Args:
-        monitor: writes events, where the configuration requests any.
+        write_events: writes events, where the configuration requests any.
         collectives: of all ranks.
     """
 
@@ -129,7 +146,7 @@ class Metrics:
         reference: Reference,
         plan: PipelinePlan,
         *,
-        monitor: Monitor | None,
+        write_events: WriteEvents | None,
         collectives: Collectives,
     ) -> None:
         self._is_writer = setting.rank == 0
@@ -141,15 +158,26 @@ class Metrics:
         profiler = ds_config.get("flops_profiler") or {}
         self._flops_step = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else 0
         self._flops_file: str | None = profiler.get("output_file")
-        self._reference = reference
         self._plan = plan
         self._seconds: list[float] = []
         self._num_tokens = 0
         self._phases = PhaseTimes()
-        self._monitor = monitor if monitor is not None and monitor.enabled else None
+        self._write = write_events
         self._collectives = collectives
         self._outliers = OutlierMonitor()
-        self._flops = _FlopCount(reference, plan)
+        # FLOPs of the captured operators, for a mini-batch of the samples the model was captured with. A backward
+        # computes gradients of inputs and of weights, each about as much as the forward: three forwards in all, and
+        # one of a stage that runs no backward.
+        graph = reference.block_graph
+        per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
+        self._forward_flops = {
+            stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
+            for stage in plan.stages
+        }
+        self._step_flops = sum(
+            self._forward_flops[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
+            for stage in plan.stages
+        )
         name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
         self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
 
@@ -164,8 +192,8 @@ class Metrics:
             return
         listed = ", ".join(f"{stage} {updates}" for stage, updates in staleness.items())
         logger.info("asynchronous: updates between the weights of a gradient and its own update: %s", listed)
-        if self._monitor is not None:
-            self._monitor.write_events(
+        if self._write is not None:
+            self._write(
                 [
                     (f"Train/Staleness/{stage}", updates, global_samples)
                     for stage, updates in staleness.items()
@@ -202,7 +230,7 @@ class Metrics:
                 *(global_steps, loss, spike, OutlierMonitor.WINDOW),
             )
         tokens = sum(num_elements(unit).get(key, 0) for unit in units_of(batch) for key in TOKEN_KEYS)
-        if self._monitor is not None:
+        if self._write is not None:
             self._write_events(loss, step, spike, ranks, tokens, global_samples, seconds)
         # Stored for the mean of the next line only: a job that prints nothing stores nothing.
         if self._steps_per_print:
@@ -229,7 +257,7 @@ class Metrics:
         global_samples: int,
         seconds: float,
     ) -> None:
-        assert self._monitor is not None
+        assert self._write is not None
         # Names and the first group's rate are DeepSpeed's, so that plots of both go together.
         values = {"Train/Samples/train_loss": loss}
         if step.learning_rates:
@@ -244,15 +272,15 @@ class Metrics:
         values["Train/Throughput/samples_per_second"] = self._plan.mini_batch / seconds
         if tokens:
             values["Train/Throughput/tokens_per_second"] = tokens / seconds
-        if self._flops.step:
-            rate = self._flops.step / seconds / self._plan.num_ranks
+        if self._step_flops:
+            rate = self._step_flops / seconds / self._plan.num_ranks
             values["Train/Throughput/tflops_per_rank"] = rate / 1e12
             if self._peak is not None:
                 values["Train/Throughput/mfu"] = rate / self._peak
         if ranks is not None and self._has_breakdown:
             for phase, us in mean_phases(list(ranks.values())).items():
                 values[f"Train/Samples/elapsed_time_ms_{phase}"] = us / 1e3
-        self._monitor.write_events([(name, value, global_samples) for name, value in values.items()])
+        self._write([(name, value, global_samples) for name, value in values.items()])
 
     def _print(
         self, loss: float, step: StepResult, ranks: Mapping[int, PhaseTimes] | None, global_steps: int
@@ -266,8 +294,8 @@ class Metrics:
         ]
         if self._num_tokens:
             parts.append(f"{self._num_tokens / sum(self._seconds):.0f} tokens/s")
-        if self._flops.step:
-            rate = self._flops.step / mean / self._plan.num_ranks
+        if self._step_flops:
+            rate = self._step_flops / mean / self._plan.num_ranks
             parts.append(f"{rate / 1e12:.3g} TFLOP/s a rank")
             if self._peak is not None:
                 parts.append(f"MFU {100 * rate / self._peak:.1f} %")
@@ -285,11 +313,11 @@ class Metrics:
     def _report_flops(self, seconds: float) -> None:
         lines = [
             f"stage {name}, forward {flops:.4g} FLOPs a mini-batch"
-            for name, flops in self._flops.forward_of_stages.items()
+            for name, flops in self._forward_flops.items()
         ]
         lines.append(
-            f"forward {sum(self._flops.forward_of_stages.values()):.4g} FLOPs a mini-batch; about "
-            f"{self._flops.step / seconds:.4g} FLOP/s with backward as twice forward"
+            f"forward {sum(self._forward_flops.values()):.4g} FLOPs a mini-batch; about "
+            f"{self._step_flops / seconds:.4g} FLOP/s with backward as twice forward"
         )
         for line in lines:
             self._say("flops profiler: %s", line)
@@ -307,28 +335,6 @@ class Metrics:
             logger.info(text, *values)
 
 
-class _FlopCount:
-    """FLOPs of the captured operators, for a mini-batch of the samples the model was captured with.
-
-    Attributes:
-        forward_of_stages: stage -> of its forwards.
-        step: of forward and backward. A backward computes gradients of inputs and of weights, each about as much as
-            the forward: three forwards in all, and one of a stage that runs no backward.
-    """
-
-    def __init__(self, reference: Reference, plan: PipelinePlan) -> None:
-        graph = reference.block_graph
-        per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
-        self.forward_of_stages = {
-            stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
-            for stage in plan.stages
-        }
-        self.step = sum(
-            self.forward_of_stages[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
-            for stage in plan.stages
-        )
-
-
 def keep_timeline(
     events: Sequence[Event],
     clock: Clock,
@@ -343,3 +349,173 @@ def keep_timeline(
     if path is not None and timeline is not None:
         write_trace(timeline, plan, path, step=step)
     return timeline
+
+
+# ---- gradients that are not finite --------------------------------------------------------------------------
+
+MOST_FRAMES = 12
+"""How far up the code that runs an operator is looked for."""
+
+
+class SkippedSteps:
+    """Ends a job that steps no more: its gradients are not finite, step after step.
+
+    Args:
+        most: how many steps running may be skipped; None: any number. While a dynamic loss scale sinks, as it does at
+            the beginning in fp16, steps are not counted: it has an end of its own.
+    """
+
+    def __init__(self, most: int | None) -> None:
+        self._most = most
+        self._running = 0
+        self._last_scale = 0.0
+
+    def count(self, step: StepResult, *, number: int, where: str = "") -> None:
+        """Count one step, which all ranks took or skipped together.
+
+        Args:
+            number: of the step.
+            where: the numbers were first seen not to be finite, where that is known.
+
+        Raises:
+            RuntimeFailure: too many have been skipped; the same on every rank.
+        """
+        has_sunk = step.loss_scale < self._last_scale
+        self._last_scale = step.loss_scale
+        if not step.overflow:
+            self._running = 0
+        elif not has_sunk:
+            self._running += 1
+        if self._most is None or self._running < self._most:
+            return
+        first = number - self._running + 1
+        self._running = 0
+        advice = f": {where}" if where else "; set graph_pipeline.locate_nan to see where"
+        error = RuntimeFailure(
+            f"{self._most} steps running were skipped (steps {first} to {number}): their gradients are not finite, and "
+            f"the weights have not changed since{advice}; lower the learning rate or the gradients' clipping, look at "
+            "these batches, or load an earlier checkpoint (graph_pipeline.max_skipped_steps: null continues for ever)"
+        )
+        mark_shared(error)
+        raise error
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """Where a number that is not finite was first seen on a rank.
+
+    Args:
+        order: sorts findings of ranks: forwards come before the backwards that carry their numbers back.
+        place: in words.
+    """
+
+    order: tuple[int, int]
+    place: str
+
+
+class NanLocator(TorchFunctionMode):
+    """Finds where numbers are not finite first; watches what runs inside ``with locator.watching():``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Found | None = None
+        self._fine = 0
+        self._instruction = ""
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Watch one mini-batch."""
+        self.found = None
+        with self:
+            yield
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call an operator and look at what it returns."""
+        result = func(*args, **(kwargs or {}))
+        if self.found is None and HERE.instruction is not None:
+            outputs = result if isinstance(result, tuple | list) else (result,)
+            for output in outputs:
+                if isinstance(output, Tensor) and output.is_floating_point() and output.numel():
+                    self._look(func, output, args)
+        return result
+
+    def _look(self, func: Callable[..., Any], output: Tensor, args: Iterable[Any]) -> None:
+        # Masks hold minus infinity, so in a forward only what is no number counts, or is above all numbers.
+        code = _running_code()
+        if code is None:
+            return
+        worst = float(output.detach().amax())
+        if worst != worst or worst == float("inf"):
+            inputs = [t for t in args if isinstance(t, Tensor) and t.is_floating_point() and t.numel()]
+            if all(_is_fine(t) for t in inputs):
+                self._note(0, code, func, "returns")
+            return
+        if output.requires_grad:
+            output.register_hook(lambda gradient: self._look_back(gradient, code, func))
+
+    def _look_back(self, gradient: Tensor, code: tuple[Any, str], func: Callable[..., Any]) -> None:
+        if self.found is not None or HERE.instruction is None:
+            return
+        if self._instruction != str(HERE.instruction):
+            self._instruction, self._fine = str(HERE.instruction), 0
+        if bool(torch.isfinite(gradient).all()):
+            self._fine += 1
+        elif self._fine:  # else it came so from the stage behind, or with the loss
+            self._note(1, code, func, "is given a gradient of")
+
+    def _note(self, phase: int, code: tuple[Any, str], func: Callable[..., Any], does: str) -> None:
+        owner, line = code
+        module = _module_of(owner, line)
+        task = getattr(HERE.instruction, "task", None)
+        micro_batch = -1 if task is None else task.micro_batch
+        operator = getattr(func, "__name__", str(func))
+        self.found = Found(
+            order=(phase, micro_batch),
+            place=f"{module} (operator {operator}) of stage {HERE.stage!r} {does} numbers that are not finite, in "
+            f"micro-batch {micro_batch}, at {HERE.instruction}",
+        )
+
+
+def _is_fine(tensor: Tensor) -> bool:
+    worst = float(tensor.detach().amax())
+    return worst == worst and worst != float("inf")
+
+
+def _running_code() -> tuple[Any, str] | None:
+    """Return the generated module, or the user's, whose code calls an operator now, and the line of it."""
+    frame: FrameType | None = sys._getframe(3)
+    for _ in range(MOST_FRAMES):
+        if frame is None:
+            return None
+        owner = frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            return owner, linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
+
+
+def _module_of(owner: Any, line: str) -> str:
+    """Return the path of the model's module whose operator a line of generated code runs."""
+    if not isinstance(owner, torch.fx.GraphModule):
+        return f"module {type(owner).__name__}"
+    name = line.strip().split(" ", 1)[0].rstrip(";")
+    node = next((node for node in owner.graph.nodes if node.name == name), None)
+    stack = {} if node is None else node.meta.get("nn_module_stack") or {}
+    paths = [str(entry[0]) for entry in stack.values()]
+    path = next((path for path in reversed(paths) if path), "")
+    # the capture is of a wrapper, whose one module is the model
+    return f"module {path.split('.', 1)[-1]}" if path else f"operator {name}"
+
+
+def first_found(found: Found | None, collectives: Collectives) -> str:
+    """Return where numbers were first not finite on any rank; empty where no operator was seen; collective."""
+    gathered = [
+        each for each in collectives.gather(found, "where numbers are not finite") if each is not None
+    ]
+    return min(gathered, key=lambda each: each.order).place if gathered else ""

@@ -43,8 +43,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.eager.trial_run import GLOBAL_HOOKS, MODULE_HOOKS, is_within
 from gpp_plugin.capture.tracing.carried_state import is_users
 from gpp_plugin.capture.tracing.outside import refill
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.stage_module import WatchedModule
 
@@ -80,10 +79,6 @@ class _Table:
         if isinstance(self.items, (list, deque)):
             return dict(enumerate(self.items))
         return dict(self.items)
-
-    def read_name(self, key: Any) -> str:
-        """Return the attribute by which code comes to an entry."""
-        return (self.name or str(key)).partition(".")[0]
 
     def described(self, key: Any) -> str:
         """Return what an error calls an entry."""
@@ -150,6 +145,7 @@ class ModelWatch:
 
     def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine, num_units: int = 1) -> None:
         self._stages = stages
+        self._weights = stages.weights
         self._num_units = num_units
         self._tables = [(each, _tables_of(each.module)) for each in watched]
         self._all = [table for _, tables in self._tables for table in tables]
@@ -236,7 +232,10 @@ class ModelWatch:
         ):
             self._settle_parameters()
             self._flags = list(map(_FLAGS, parameters))
-        self._refuse_written_in_parts()
+        # through `.data`, which no version shows, to parameters without values (ZeRO 3)
+        for weights in self._weights:
+            if written := weights.written():
+                raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
         for first, others in self._copies:
             self._write_copies(first, others)
 
@@ -283,12 +282,6 @@ class ModelWatch:
         self._frozen = resting
         for stage in self._stages.stages:
             stage.update.frozen = frozenset(frozen.get(stage.stage_index, ()))
-
-    def _refuse_written_in_parts(self) -> None:
-        """Refuse what was written through `.data`, which no version shows, to parameters without values (ZeRO 3)."""
-        for weights in self._stages.weights:
-            if written := weights.written():
-                raise _written_in_parts(next(name for _, name, p in self._parameters if id(p) in written))
 
     @torch.no_grad()
     def _write_copies(self, first: Tensor, others: Sequence[Tensor]) -> None:
@@ -543,7 +536,8 @@ def _is_read(change: _Change, reads: frozenset[tuple[str, str]]) -> bool:
     table = change.table
     if table.kind is not None:
         return any(name == change.key for _, name in reads)
-    return table.is_shared or (table.path, table.read_name(change.key)) in reads
+    name = (table.name or str(change.key)).partition(".")[0]  # the attribute by which code comes to the entry
+    return table.is_shared or (table.path, name) in reads
 
 
 def _is_same(old: Any, new: Any) -> bool:

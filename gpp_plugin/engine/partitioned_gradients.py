@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, Summand, sum_over
+from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, GradientStore, Summand, sum_over
 from gpp_plugin.runtime.ranks.waiting import all_reduce
 
 
@@ -236,8 +236,9 @@ class PartitionedGradients:
         for parameter in self.parameters.values():
             parameter.grad = None
 
-    def unknown(self) -> None:
+    def unknown(self) -> Tensor | None:
         """Return None: a partition has a gradient of zero where no loss reached."""
+        return None
 
     def learn(self, flags: Sequence[float]) -> None:
         """Refuse: nothing is unknown."""
@@ -291,21 +292,18 @@ class PartitionedGradients:
         _reduce_scatter(sums, parts.view(-1), self._group)
         return sums
 
-    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
-        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
-
-        Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
-        """
-        return self._summands(names)
-
     def sum_tensor(self, names: Sequence[str], *, group: dist.ProcessGroup | int) -> None:
         """Sum the gradients of ``names`` over the tensor ranks of a data position; collective over them.
 
         Those have the same part of each, after the stage's last reduction.
         """
-        sum_over(group, [self._summands(names)])
+        sum_over(group, [self.tied_summands(names)])
 
-    def _summands(self, names: Sequence[str]) -> Iterator[Summand]:
+    def tied_summands(self, names: Sequence[str]) -> Iterator[Summand]:
+        """Yield what this rank brings of ``names`` to sums over the ranks of several stages.
+
+        Every rank brings its own part of them, after its stage's last reduction, so nothing is counted twice.
+        """
         # The parameters of ``names`` are laid out one after the other anew, in the same order on every rank, and sent
         # window by window: each rank writes what it has of the window, zeros elsewhere. Example, names of 6 and 4
         # elements, windows of 5: elements 0-4 of the first, then its last and 0-3 of the second. Stages have their own
@@ -389,6 +387,10 @@ class PartitionedGradients:
     def _all_reduce(self, tensor: Tensor) -> None:
         if self._degree > 1:
             all_reduce(tensor, group=self._group, what=SUMMED)
+
+
+StageGradients = GradientStore | PartitionedGradients
+"""A stage's gradients, whether each rank keeps all of them or its partition."""
 
 
 @torch.no_grad()

@@ -81,6 +81,8 @@ class _Sharded:
         self._own = self._own_part(self._whole)
         self.part = torch.empty_like(self._own)
         self._sizes = self._whole.nbytes, self.part.nbytes
+        self.gathered_bytes = self._whole.nbytes - self.part.nbytes
+        self.address = self._whole.untyped_storage()._cdata
         self.views = self._views_of(self._whole)
         self._read: Tensor | None = None
         self._is_filled = True
@@ -114,15 +116,8 @@ class _Sharded:
         ]
 
     @property
-    def gathered_bytes(self) -> int:
-        return self._sizes[0] - self._sizes[1]
-
-    @property
     def tensors(self) -> tuple[Tensor, ...]:
         return (self._whole, self.part) if self._read is None else (self._whole, self.part, self._read)
-
-    def address(self) -> int:
-        return self._whole.untyped_storage()._cdata
 
     # Three parameters of 4, 4 and 2 elements on two ranks, this one the first; x are bytes that are there:
     #
@@ -183,11 +178,6 @@ class _Sharded:
             return []
         return [p for p, found in zip(self._several, is_written.tolist(), strict=True) if found]
 
-    @torch.no_grad()
-    def restore_hidden(self) -> None:
-        seen = self._placeholders
-        seen.copy_(_nothing(len(seen), seen.dtype, seen.device))
-
     # What others read is a buffer of its own: a numpy array of a parameter would hold on to the storage of ``whole``.
 
     @torch.no_grad()
@@ -203,9 +193,12 @@ class _Sharded:
         if self._read is not None:
             self.part.copy_(self._own_part(self._read))
 
+    @torch.no_grad()
     def end_reading(self) -> None:
         self.keep_written()
         self._read = None
+        seen = self._placeholders
+        seen.copy_(_nothing(len(seen), seen.dtype, seen.device))
 
 
 class ShardedWeights:
@@ -235,7 +228,7 @@ class ShardedWeights:
         self.parts = tuple(flat.part for flat in self._flats[: len(flats)])
         """This rank's part of each of ``flats``; has elements while nothing is gathered."""
         self.parameters = frozenset(id(parameter) for flat in everything for parameter, _ in flat.places)
-        self._addresses = frozenset(flat.address() for flat in self._flats)
+        self._addresses = frozenset(flat.address for flat in self._flats)
         self._num_bytes = sum(flat.gathered_bytes for flat in self._flats)
         self._count = count
         self.is_whole, self.is_read = True, False
@@ -312,7 +305,6 @@ class ShardedWeights:
         """Keep what was written, and let the parameters have shapes alone."""
         for flat in self._flats:
             flat.end_reading()
-            flat.restore_hidden()
         self.is_read = False
         self.detach()
         self.versions = self._versions_now()

@@ -22,10 +22,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.engine.framework import StepCounters, WeightUpdater
-from gpp_plugin.engine.gradient_store import StageGradients, Summand, sum_over
+from gpp_plugin.engine.gradient_store import Summand, sum_over
+from gpp_plugin.engine.partitioned_gradients import StageGradients
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,
@@ -44,47 +45,62 @@ LARGEST_DIFFERENCE = 1e-2
 # ---- sums over ranks ----------------------------------------------------------------------------------------
 
 
-class GradientReductions:
-    """The sums over ranks that a mini-batch's gradients need before the step, each done once and in order.
+class StageUpdate:
+    """One stage's step: the sums over ranks that its gradients need, each done once and in order; then the weights.
 
     Args:
         stage_index: of ``stage`` in the plan.
         tied: the parameters that the stage holds together with others.
+        foreign: parameters that another stage, or another rank of this one, counts in the norm.
+        untrained: parameters whose gradients are only forgotten.
     """
 
     def __init__(
         self,
         gradients: StageGradients,
+        updater: WeightUpdater,
         *,
         stage: Stage,
         stage_index: int,
         groups: StageGroups,
         tied: Sequence[TiedParameter],
         device: torch.device,
+        foreign: Collection[str],
+        untrained: Sequence[nn.Parameter] = (),
     ) -> None:
+        self.gradients = gradients
+        self.updater = updater
         self.stage_index = stage_index
         self.tied = tuple(tied)
-        self._gradients = gradients
+        self.is_written = False
+        """Whether it is known that somebody wrote to the parameters since the last step."""
+        self.frozen: frozenset[str] = frozenset()
+        """Trained parameters that take no gradient for now: they stay as they are."""
+        self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
+        """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
         self._stage = stage
+        self._is_reduced = stage.degree > 1 or bool(updater.layout)
+        """Whether `reduce_data` is due: where ranks step their parts of the gradients, even a single one reduces."""
         self._groups = groups
         self._device = device
+        self._foreign = frozenset(foreign)
+        self._untrained = tuple(untrained)
         self._has_data = self._has_tied = self._has_tensor = False
-        self.is_shown = False
-        """Whether users' hooks were shown the mini-batch's gradients."""
+        self._is_shown = False  # to users' hooks: the mini-batch's gradients
 
     def accumulate(self) -> None:
         """Take in a micro-batch's gradients, which no rank has summed yet."""
-        self._gradients.accumulate()
+        self.gradients.accumulate()
         self._has_data = False
 
     def begin_reduction(self) -> None:
         """Sum over the data-parallel ranks as gradients become final, in the backward that follows."""
-        self._gradients.begin_reduction()
+        self.gradients.begin_reduction()
 
     def reduce_data(self) -> None:
         """Sum over the data-parallel ranks; collective over them."""
         if not self._has_data:
-            self._gradients.reduce_data()
+            self.gradients.reduce_data()
         self._has_data = True
 
     def bring_tied(self, names: Sequence[str], *, shared_out: bool = False) -> Iterator[Summand]:
@@ -94,7 +110,7 @@ class GradientReductions:
             shared_out: all tensor ranks, which have the same, take part in the sum, and each brings its share.
         """
         self._has_tied = True
-        for summand in self._gradients.tied_summands([n for n in names if n in self._gradients.parameters]):
+        for summand in self.gradients.tied_summands([n for n in names if n in self.gradients.parameters]):
             if shared_out:
                 summand.brought.div_(self._stage.tensor)
             yield summand
@@ -105,7 +121,7 @@ class GradientReductions:
         Raises:
             RuntimeFailure: it is not complete.
         """
-        if not self._has_data and not self._gradients.is_empty():
+        if not self._has_data and not self.gradients.is_empty():
             raise RuntimeFailure("reduce_tied before reduce_data: the stage's own sum must be complete first")
         # another stage is to hear of a whole sum, not of one rank's part of the sequence
         self.sum_tensor()
@@ -118,179 +134,50 @@ class GradientReductions:
     def sum_tensor(self) -> None:
         """Sum over the tensor ranks what each has of its part of the sequence only; once a mini-batch."""
         if self._stage.tensor > 1 and not self._has_tensor:
-            names = sequence_parallel(self._gradients.parameters)
-            self._gradients.sum_tensor(names, group=self._groups.tensor[self.stage_index])
+            names = sequence_parallel(self.gradients.parameters)
+            self.gradients.sum_tensor(names, group=self._groups.tensor[self.stage_index])
         self._has_tensor = True
 
     def compare_duplicates(self) -> None:
-        """Refuse tensor ranks that have unlike gradients of what they hold alike; collective over them.
+        """Refuse a duplicate whose gradient is not the same on all tensor ranks; collective over them, before a step.
+
+        It would make the copies drift apart and the norm wrong, without a sign of it in the loss.
 
         Raises:
             ConfigError: names the parameter.
         """
         group = self._groups.tensor[self.stage_index]
-        if self._stage.tensor > 1 and isinstance(group, dist.ProcessGroup):
-            self.sum_tensor()
-            check_duplicates(self._gradients, stage=self._stage.name, group=group, device=self._device)
+        if self._stage.tensor == 1 or not isinstance(group, dist.ProcessGroup):
+            return
+        self.sum_tensor()
+        names = duplicates(self.gradients.parameters)
+        own = self.gradients.norms(names).to(self._device)
+        # One maximum gives both bounds: the least norm is minus the greatest of their negatives.
+        bounds = torch.cat([own, -own])
+        all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, what="a look at what tensor ranks hold alike")
+        most, least = bounds.cpu().chunk(2)
+        for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
+            if high - low > LARGEST_DIFFERENCE * high:
+                raise ConfigError(
+                    f"stage {self._stage.name!r}: the gradient of {name!r} differs between tensor ranks ({low:.3g}, "
+                    f"{high:.3g}), which hold it alike; set parameter.tensor_model_parallel = True on a shard, and "
+                    "parameter.sequence_parallel = True where each rank's gradient is a part of the sum"
+                )
 
-    def finish(self, *, is_partitioned: bool) -> None:
+    def finish(self) -> None:
         """Complete the sums for a step.
-
-        Args:
-            is_partitioned: ranks step their parts of the gradients, so that even a single one reduces.
 
         Raises:
             RuntimeFailure: a sum that other ranks take part in was left out.
         """
-        lacks_data = (self._stage.degree > 1 or is_partitioned) and not self._has_data
-        if (lacks_data or self.lacks_tied) and not self._gradients.is_empty():
+        lacks_data = self._is_reduced and not self._has_data
+        if (lacks_data or self.lacks_tied) and not self.gradients.is_empty():
             raise RuntimeFailure("step before reduce_data and reduce_tied: replicas would step differently")
         self.sum_tensor()
-
-    def clear(self) -> None:
-        """Forget the mini-batch's gradients."""
-        self._gradients.clear()
-        self._has_data = self._has_tied = self._has_tensor = self.is_shown = False
-
-
-class TiedSums:
-    """The sums of tied parameters' gradients over the stages that hold them, of all stages of a rank together.
-
-    A rank of several stages is in the group of a tie once, and may hold both ends of it. All ranks go through the sets
-    of stages that share parameters in one order, so that none waits in one set for a rank that waits in another; of a
-    rank's own stages the last one that asks therefore begins.
-
-        rank 0, stages 0 2   reduce_data(0 2)  reduce_tied(0)  reduce_tied(2): sets {0 2} {0 3} {2 3}
-        rank 1, stage 3      reduce_data(3)    reduce_tied(3):                        {0 3} {2 3}
-
-    Args:
-        stages: of this rank, in the plan's order.
-    """
-
-    def __init__(self, stages: Sequence[GradientReductions], groups: StageGroups, plan: PipelinePlan) -> None:
-        self._plan = plan
-        self._stages = [stage for stage in stages if stage.tied]
-        self._groups = groups
-        self._asked: set[int] = set()
-        names: dict[tuple[int, ...], list[str]] = {}
-        for tie in dict.fromkeys(tie for stage in self._stages for tie in stage.tied):
-            names.setdefault(tie.holders, []).append(tie.name)
-        self._names = sorted((holders, sorted(of_set)) for holders, of_set in names.items())
-
-    def reduce(self, stage: int) -> None:
-        """Sum tied gradients when all of this rank's stages have asked for it; collective over the stages that share.
-
-        Raises:
-            RuntimeFailure: a stage's own sum is not complete.
-        """
-        self._asked.add(stage)
-        waiting = [own for own in self._stages if own.lacks_tied]
-        if any(own.stage_index not in self._asked for own in waiting):
-            return
-        self._asked.clear()
-        for own in waiting:
-            own.prepare_tied()
-        for holders, names in self._names if waiting else ():
-            sharing = [own for own in self._stages if own.stage_index in holders]
-            unlike = not has_one_size(self._plan, holders)
-            brought = [own.bring_tied(names, shared_out=unlike) for own in sharing]
-            sum_over(self._groups.tied[holders], brought)
-
-    def clear(self) -> None:
-        """Forget who has asked."""
-        self._asked.clear()
-
-
-def check_duplicates(
-    gradients: StageGradients, *, stage: str, group: dist.ProcessGroup, device: torch.device
-) -> None:
-    """Refuse a duplicate whose gradient is not the same on all tensor ranks; collective over them, before a step.
-
-    It would make the copies drift apart and the norm wrong, without a sign of it in the loss.
-
-    Raises:
-        ConfigError: names the parameter.
-    """
-    names = duplicates(gradients.parameters)
-    own = gradients.norms(names).to(device)
-    # One maximum gives both bounds: the least norm is minus the greatest of their negatives.
-    bounds = torch.cat([own, -own])
-    all_reduce(bounds, op=dist.ReduceOp.MAX, group=group, what="a look at what tensor ranks hold alike")
-    most, least = bounds.cpu().chunk(2)
-    for name, high, low in zip(names, most.tolist(), (-least).tolist(), strict=True):
-        if high - low > LARGEST_DIFFERENCE * high:
-            raise ConfigError(
-                f"stage {stage!r}: the gradient of {name!r} differs between tensor ranks ({low:.3g}, {high:.3g}), "
-                "which hold it alike; set parameter.tensor_model_parallel = True on a shard, and "
-                "parameter.sequence_parallel = True where each rank's gradient is a part of the sum"
-            )
-
-
-# ---- the step -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """What a step did; the same on every rank that it was agreed with.
-
-    Args:
-        grad_norm: L2 norm of the gradient, before clipping; inf on overflow.
-        overflow: the gradient was not finite, and no stage stepped.
-        learning_rates: of every parameter group of the model, after the step.
-        loss_scale: for the next mini-batch.
-        stage_norms: what each stage brings to the norm, by its index in the plan: their squares add up to its square.
-            Of all stages that it was agreed with; not finite where the stage's gradient is not.
-    """
-
-    grad_norm: float
-    overflow: bool
-    learning_rates: tuple[float, ...]
-    loss_scale: float
-    stage_norms: Mapping[int, float] = field(default_factory=dict)
-
-
-class StageUpdate:
-    """Updates one stage's weights with its reduced gradients.
-
-    Args:
-        foreign: parameters that another stage, or another rank of this one, counts in the norm.
-        clear: forgets the gradients.
-    """
-
-    def __init__(
-        self,
-        gradients: StageGradients,
-        reductions: GradientReductions,
-        updater: WeightUpdater,
-        *,
-        foreign: Collection[str],
-        clear: Callable[[], None],
-    ) -> None:
-        self.gradients = gradients
-        self.updater = updater
-        self.clear = clear
-        self.stage_index = reductions.stage_index
-        self.compare_duplicates = reductions.compare_duplicates
-        self.is_written = False
-        """Whether it is known that somebody wrote to the parameters since the last step."""
-        self.frozen: frozenset[str] = frozenset()
-        """Trained parameters that take no gradient for now: they stay as they are."""
-        self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
-        """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
-        self._reductions = reductions
-        self._foreign = frozenset(foreign)
-
-    def finish(self) -> None:
-        """Complete the sums over ranks.
-
-        Raises:
-            RuntimeFailure: gradients were not reduced.
-        """
-        self._reductions.finish(is_partitioned=bool(self.updater.layout))
         if self.frozen:
             self.gradients.rest(self.frozen)
-        if self.hooks and not self._reductions.is_shown:  # a step that is held comes here twice
-            self._reductions.is_shown = True
+        if self.hooks and not self._is_shown:  # a step that is held comes here twice
+            self._is_shown = True
             self._call_hooks()
 
     @torch.no_grad()
@@ -330,6 +217,84 @@ class StageUpdate:
             # As torch.nn.utils.clip_grad_norm_ and DeepSpeed do.
             coefficient *= min(clipping / (norm + 1e-6), 1.0)  # in this order nan stays
         return coefficient
+
+    def clear(self) -> None:
+        """Forget the mini-batch's gradients."""
+        self.gradients.clear()
+        for parameter in self._untrained:
+            parameter.grad = None
+        self._has_data = self._has_tied = self._has_tensor = self._is_shown = False
+
+
+class TiedSums:
+    """The sums of tied parameters' gradients over the stages that hold them, of all stages of a rank together.
+
+    A rank of several stages is in the group of a tie once, and may hold both ends of it. All ranks go through the sets
+    of stages that share parameters in one order, so that none waits in one set for a rank that waits in another; of a
+    rank's own stages the last one that asks therefore begins.
+
+        rank 0, stages 0 2   reduce_data(0 2)  reduce_tied(0)  reduce_tied(2): sets {0 2} {0 3} {2 3}
+        rank 1, stage 3      reduce_data(3)    reduce_tied(3):                        {0 3} {2 3}
+
+    Args:
+        stages: of this rank, in the plan's order.
+    """
+
+    def __init__(self, stages: Sequence[StageUpdate], groups: StageGroups, plan: PipelinePlan) -> None:
+        self._plan = plan
+        self._stages = [stage for stage in stages if stage.tied]
+        self._groups = groups
+        self._asked: set[int] = set()
+        names: dict[tuple[int, ...], list[str]] = {}
+        for tie in dict.fromkeys(tie for stage in self._stages for tie in stage.tied):
+            names.setdefault(tie.holders, []).append(tie.name)
+        self._names = sorted((holders, sorted(of_set)) for holders, of_set in names.items())
+
+    def reduce(self, stage: int) -> None:
+        """Sum tied gradients when all of this rank's stages have asked for it; collective over the stages that share.
+
+        Raises:
+            RuntimeFailure: a stage's own sum is not complete.
+        """
+        self._asked.add(stage)
+        waiting = [own for own in self._stages if own.lacks_tied]
+        if any(own.stage_index not in self._asked for own in waiting):
+            return
+        self._asked.clear()
+        for own in waiting:
+            own.prepare_tied()
+        for holders, names in self._names if waiting else ():
+            sharing = [own for own in self._stages if own.stage_index in holders]
+            unlike = not has_one_size(self._plan, holders)
+            brought = [own.bring_tied(names, shared_out=unlike) for own in sharing]
+            sum_over(self._groups.tied[holders], brought)
+
+    def clear(self) -> None:
+        """Forget who has asked."""
+        self._asked.clear()
+
+
+# ---- the step -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """What a step did; the same on every rank that it was agreed with.
+
+    Args:
+        grad_norm: L2 norm of the gradient, before clipping; inf on overflow.
+        overflow: the gradient was not finite, and no stage stepped.
+        learning_rates: of every parameter group of the model, after the step.
+        loss_scale: for the next mini-batch.
+        stage_norms: what each stage brings to the norm, by its index in the plan: their squares add up to its square.
+            Of all stages that it was agreed with; not finite where the stage's gradient is not.
+    """
+
+    grad_norm: float
+    overflow: bool
+    learning_rates: tuple[float, ...]
+    loss_scale: float
+    stage_norms: Mapping[int, float] = field(default_factory=dict)
 
 
 class RankUpdate:
@@ -437,7 +402,10 @@ class RankUpdate:
 
     def end_mini_batch(self, *, overflow: bool, has_stepped: bool) -> None:
         """Advance the learning rates where there was a step; count the mini-batch; choose the next loss scale."""
-        self._counters.add(samples=self._samples, overflow=overflow)
+        # a step skipped for overflow counts in all three, so that every rank's schedule sees the same numbers
+        self._counters.global_steps += 1
+        self._counters.global_samples += self._samples
+        self._counters.skipped_steps += int(overflow)
         self.follow(overflow=overflow, has_stepped=has_stepped)
 
     def follow(self, *, overflow: bool, has_stepped: bool) -> None:

@@ -72,7 +72,7 @@ def engine_of(position: int, tensor_position: int, *, tensor: int, is_partitione
 def test_a_tensor_is_written_once_and_a_replica_s_buffers_by_each(
     at: tuple[int, int], tensor: int, is_partitioned: bool, wanted: dict[str, list[str]]
 ) -> None:
-    found: RankFiles = rank_files([engine_of(*at, tensor=tensor, is_partitioned=is_partitioned)], {})
+    found: RankFiles = rank_files([engine_of(*at, tensor=tensor, is_partitioned=is_partitioned)])
     names = {
         file.partition("-")[0]: sorted(entry.name for entry in contents.entries.values())
         for file, contents in found.files.items()

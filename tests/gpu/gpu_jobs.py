@@ -99,11 +99,11 @@ def train_without_reading(device: str, stages: int, num_steps: int) -> dict[str,
 @contextlib.contextmanager
 def reading_refused(set_mode: Callable[[str], None]) -> Iterator[dict[str, Any]]:
     """Set a mode from the first forward of each step until its update, once the yielded ``is_on`` is set."""
-    from gpp_plugin.engine.training_steps import RankStep
+    from gpp_plugin.engine.stage_step import RankUpdate
     from gpp_plugin.runtime.compute import AutogradCompute
 
     guard: dict[str, Any] = {"is_on": False, "is_in": False, "guarded": 0}
-    forward, step = AutogradCompute.forward, RankStep.__call__
+    forward, step = AutogradCompute.forward, RankUpdate.run
 
     def guarded_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if guard["is_on"] and not guard["is_in"]:
@@ -118,11 +118,11 @@ def reading_refused(set_mode: Callable[[str], None]) -> Iterator[dict[str, Any]]
             guard["guarded"] += 1
         return step(self)
 
-    AutogradCompute.forward, RankStep.__call__ = guarded_forward, free_step  # type: ignore[method-assign]
+    AutogradCompute.forward, RankUpdate.run = guarded_forward, free_step  # type: ignore[method-assign]
     try:
         yield guard
     finally:
-        AutogradCompute.forward, RankStep.__call__ = forward, step  # type: ignore[method-assign]
+        AutogradCompute.forward, RankUpdate.run = forward, step  # type: ignore[method-assign]
         set_mode("default")
 
 

@@ -19,6 +19,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     whole_fragment,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
+from gpp_plugin.engine.framework import StepSettings, WriteEvents
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -29,8 +30,8 @@ def nothing(*args: Any, **given: Any) -> None:
     """Do nothing: what plain SGD does not need."""
 
 
-@dataclass(frozen=True)
-class Settings:
+@dataclass(frozen=True, kw_only=True)
+class Settings(StepSettings):
     dtype: str = "float32"
     accumulation_dtype: str = "float32"
     communication_dtype: str | None = None
@@ -106,7 +107,6 @@ class PlainOptimizer:
 
 class PlainFramework:
     name = "plain torch"
-    enabled = True
     check_shared_out = check_transport = nothing
 
     def __init__(self, ds_config: Mapping[str, Any], **given: Any) -> None:
@@ -115,8 +115,8 @@ class PlainFramework:
     def make_optimizer(self, module: nn.Module, replica: Any) -> PlainOptimizer:
         return PlainOptimizer(module)
 
-    def make_monitor(self) -> PlainFramework:
-        return self
+    def make_monitor(self) -> WriteEvents:
+        return self.write_events
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
         self.events += event_list

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.mini_batch_loader import make_loader, repeat
-from gpp_plugin.engine.loading.rank_shard import Share
-from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.rank_shard import Share, ShareReader
+from gpp_plugin.engine.loading.row_loader import RowLoader, make_loader
+from gpp_plugin.engine.loading.training_data import repeat
 from gpp_plugin.ir.samples import SampleRange
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
@@ -116,10 +116,14 @@ def row_loader(
     samples = tuple(SampleRange(first_sample=first, num_samples=count) for first, count in ranges)
     return RowLoader(
         make_loader(dataset, mini_batch=mini_batch, collate_fn=collate_fn, seed=1, units=units),
-        collate_fn=collate_fn,
-        prepare=prepare,
-        share=Share(rank=rank, mini_batch=mini_batch, units=units, samples=samples, keys=held, dtype=dtype),
-        keys=keys,
+        ShareReader(
+            collate_fn=collate_fn,
+            prepare=prepare,
+            share=Share(
+                rank=rank, mini_batch=mini_batch, units=units, samples=samples, keys=held, dtype=dtype
+            ),
+            keys=frozenset(keys),
+        ),
         seed=1,
         workers=workers,
     )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.engine_files import loaded_facts
+from gpp_plugin.engine.framework import StepCounters
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.ranks import agreement
 from gpp_plugin.runtime.ranks.job_board import is_shared
@@ -111,7 +112,12 @@ def test_what_explains_weights_is_named_before_them() -> None:
 def stage_of(weight: Tensor, *, tensor: int = 1, position: int = 0) -> Any:
     module = nn.Module()
     module.embed = nn.Parameter(weight)
-    told = {"global_steps": 3, "loss_scale": 1.0, "tensor_position": position, "module": module}
+    told = {
+        "counters": StepCounters(global_steps=3),
+        "loss_scale": 1.0,
+        "tensor_position": position,
+        "module": module,
+    }
     return SimpleNamespace(stage=SimpleNamespace(tensor=tensor), **told)
 
 

@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.checkpoint_files import read_manifest
-from gpp_plugin.engine.checkpoints.load_checkpoint import load_checkpoint
 from gpp_plugin.engine.checkpoints.save_checkpoint import BackgroundSave, save_checkpoint
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.engine_files import load_checkpoint
+from gpp_plugin.engine.framework import StepCounters
+from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -73,13 +74,13 @@ def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
     random.seed(rank)
     straight = make_engine(rank, config)
     advance(straight, range(3))
-    save_checkpoint([straight], directory, "middle", client_state={"epoch": 3}, rank_state={"rank": rank})
+    save_checkpoint([straight], directory, "middle", client_state={"epoch": 3})
     expected = advance(straight, range(3, 6)), weights(straight)
     resumed = make_engine(rank, config, seed=1)
     loaded = load_checkpoint([resumed], directory)
     found = advance(resumed, range(3, 6)), weights(resumed)
-    counters = (straight.global_steps, straight.skipped_steps, straight.global_samples)
-    assert counters == (resumed.global_steps, resumed.skipped_steps, resumed.global_samples) == (6, 1, 48)
+    counters = StepCounters(global_steps=6, skipped_steps=1, global_samples=48)
+    assert straight.counters == resumed.counters == counters
     return {"expected": expected, "found": found, "loaded": loaded}
 
 
@@ -98,7 +99,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, zero_stage: int, precision
         for name, value in expected_weights.items():
             assert torch.equal(value, found_weights[name]), (rank, name)
         loaded = report["loaded"]
-        assert (loaded.client_state, loaded.rank_state) == ({"epoch": 3}, {"rank": rank})
+        assert loaded.client_state == {"epoch": 3}
         assert loaded.directory == tmp_path / "middle"
     files = {path.name for path in (tmp_path / "middle").iterdir()}
     parts = ("00000", "00001") if zero_stage else ("00000",)
@@ -159,7 +160,7 @@ def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> s
         loaded = load_checkpoint([engine], directory, tag, load_optimizer=options.get("load_optimizer", True))
     except CheckpointError as error:
         return str(error)
-    return f"loaded {loaded.directory.name}, step {engine.global_steps}"
+    return f"loaded {loaded.directory.name}, step {engine.counters.global_steps}"
 
 
 def tell(directory: Path, tag: str | None = None, **options: Any) -> str:
@@ -194,7 +195,7 @@ def load_weights_only(directory: str) -> dict[str, Any]:
     noise = torch.get_rng_state()
     loaded = load_checkpoint([engine], directory, weights_only=True)
     return {
-        "counters": (engine.global_steps, engine.global_samples),
+        "counters": (engine.counters.global_steps, engine.counters.global_samples),
         "same noise": torch.equal(noise, torch.get_rng_state()),
         "client": loaded.client_state,
         "moved": any(not torch.equal(p, toy.initial(n)) for n, p in engine.parameter_state().items()),

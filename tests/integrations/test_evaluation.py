@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.evaluator import MAX_GRAPHS, MAX_RUNNERS, Evaluator
+from gpp_plugin.engine.mini_batch_runner import MAX_GRAPHS, MAX_RUNNERS, Evaluator
 from gpp_plugin.errors import ConfigError, PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -103,9 +103,9 @@ class Job:
         )
         setting: Any = SimpleNamespace(device=torch.device("cpu"))
         self.evaluator = Evaluator(
-            source=source, setting=setting, plan=plan, reference=reference, modules={0: self.module},  # type: ignore[dict-item]
-            stages=stages, make_runner=self._make_runner, run=self._run, collectives=collectives,
-            stand_by=lambda batch: self.log.append("stand by"),
+            SimpleNamespace(source=source, setting=setting, make=self._make_runner),  # type: ignore[arg-type]
+            SimpleNamespace(stages=stages, run=self._run, stand_by=lambda batch: self.log.append("stand by")),  # type: ignore[arg-type]
+            plan=plan, reference=reference, modules={0: self.module}, collectives=collectives,  # type: ignore[dict-item]
         )  # fmt: skip
 
     @contextmanager

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine.loading.batch_source import _Loading
-from gpp_plugin.engine.loading.mini_batch_loader import count_workers, make_loader
-from gpp_plugin.engine.loading.row_loader import RowLoader
+from gpp_plugin.engine.loading.row_loader import RowLoader, count_workers, make_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.model.graph.stage_graph import prepare_batch

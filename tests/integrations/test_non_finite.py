@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.non_finite import Found, SkippedSteps, first_found
+from gpp_plugin.engine.metrics import Found, SkippedSteps, first_found
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of

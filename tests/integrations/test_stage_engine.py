@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import StageEngine
 from tests.integrations import toy
 from tests.integrations.engine_jobs import said_of
 from tests.ranks import run_kept_ranks
@@ -216,7 +216,7 @@ def train_through_overflow(config: dict[str, Any], spoiled: str) -> dict[str, An
         scales.append(engine.loss_scale)
         weights.append(parameters(engine))
         rates.append(steps[-1].learning_rates[0])
-    skipped = engine.skipped_steps
+    skipped = engine.counters.skipped_steps
     return {"scales": scales, "steps": steps, "weights": weights, "rates": rates, "skipped": skipped}
 
 

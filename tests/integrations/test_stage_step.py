@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.engine import stage_step
+from gpp_plugin.engine.framework import StepCounters
 from gpp_plugin.engine.gradient_store import Summand
 from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_groups import TiedParameter
-from gpp_plugin.engine.stage_step import GradientReductions, RankUpdate, StageUpdate, StepAlone, StepTogether
-from gpp_plugin.engine.training_steps import RankStep
+from gpp_plugin.engine.stage_step import RankUpdate, StageUpdate, StepAlone, StepTogether
 from gpp_plugin.errors import RuntimeFailure
 
 
@@ -27,6 +28,7 @@ class Gradients:
     def __init__(self, value: float, unknown: Sequence[float] = ()) -> None:
         self.parameters: dict[str, Any] = {"own": None, "tie": None}
         self.value, self.flags, self.log, self.learnt = value, list(unknown), [], list[float]()
+        self.num_cleared = 0
 
     def accumulate(self) -> None:
         self.log.append("accumulate")
@@ -53,6 +55,9 @@ class Gradients:
 
     def learn(self, flags: Sequence[float]) -> None:
         self.learnt = list(flags)
+
+    def clear(self) -> None:
+        self.num_cleared += 1
 
 
 class Updater:
@@ -96,24 +101,24 @@ def stage_of(
     degree: int = 1,
     tensor: int = 1,
     ties: bool = False,
-) -> tuple[StageUpdate, GradientReductions, mock.Mock]:
+) -> StageUpdate:
     tied = [TiedParameter(name="tie", stages=(0, 2), owner=2, is_whole=True)] if ties else []
-    reductions = GradientReductions(
+    return StageUpdate(
         gradients,  # type: ignore[arg-type]
+        updater,  # type: ignore[arg-type]
         stage=SimpleNamespace(name=f"s{index}", degree=degree, tensor=tensor),  # type: ignore[arg-type]
         stage_index=index,
         groups=SimpleNamespace(tensor={index: "group"}),  # type: ignore[arg-type]
         tied=tied,
         device=torch.device("cpu"),
+        foreign=["tie"],
     )
-    clear = mock.Mock()
-    return StageUpdate(gradients, reductions, updater, foreign=["tie"], clear=clear), reductions, clear  # type: ignore[arg-type]
 
 
 def rank_of(
     stages: Sequence[StageUpdate], agreeing: Sequence[int], **options: Any
-) -> tuple[RankUpdate, mock.Mock]:
-    counters = mock.Mock()
+) -> tuple[RankUpdate, StepCounters]:
+    counters = StepCounters()
     given = {"group": None, "compare": lambda: None, "samples": 12, **options}
     return RankUpdate(stages, counters, agreeing=agreeing, **given), counters  # type: ignore[arg-type]
 
@@ -136,19 +141,19 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
     near, far = Gradients(12.0, unknown=[0.0, 2.0]), Gradients(0.0, unknown=[1.0])
     updaters = [Updater(scale=4.0, clipping=clipping, written=n) for clipping, n in ((6.5, 0), (20.0, 3))]
     built = [stage_of(index, g, u) for index, g, u in zip((0, 2), (near, far), updaters, strict=True)]
-    update, counters = rank_of([stage for stage, *_ in built], (0, 1, 2, 3))
+    update, counters = rank_of(built, (0, 1, 2, 3))
     rule = StepTogether(update)
     result = rule.step()
     assert result.grad_norm == pytest.approx(13.0) and not result.overflow
     assert dict(result.stage_norms) == pytest.approx({0: 3.0, 1: 4.0, 2: 0.0, 3: 12.0})
     assert updaters[0].applied == pytest.approx([0.5 / 4], rel=1e-6), "above: down to the limit"
     assert updaters[1].applied == [1 / 4], "below: as it is"
-    assert all(clear.call_count == 1 for *_, clear in built) and near.log[-1] == "without ['tie']"
+    assert (near.num_cleared, far.num_cleared) == (1, 1) and near.log[-1] == "without ['tie']"
     assert near.learnt == [0.0, 2.0] and far.learnt == [1.0]
     assert [u.num_adopted for u in updaters] == [0, 1], (
         "masters take over what was written, of that stage alone"
     )
-    counters.add.assert_called_once_with(samples=12, overflow=False)
+    assert counters == StepCounters(global_steps=1, global_samples=12)
     assert result.learning_rates == (1.0,)
     assert [u.counted for u in updaters] == [[False]] * 2 and rule.end_mini_batch() is result
 
@@ -157,13 +162,13 @@ def test_one_norm_of_all_stages_scales_and_clips_each_of_the_rank(others: list[f
 def test_a_norm_that_is_not_finite_steps_no_stage_and_counts(others: list[float], bad: float) -> None:
     others += [0.0, bad]
     updater = Updater(scale=8.0, clipping=1.0)
-    stage, _, clear = stage_of(0, Gradients(3.0), updater)
-    update, counters = rank_of([stage], (0, 1))
+    gradients = Gradients(3.0)
+    update, counters = rank_of([stage_of(0, gradients, updater)], (0, 1))
     result = StepTogether(update).step()
     assert result.overflow and result.grad_norm == math.inf and not updater.applied
-    clear.assert_called_once_with()
+    assert gradients.num_cleared == 1
     assert result.stage_norms[0] == 3.0 / 8 and not math.isfinite(result.stage_norms[1])
-    counters.add.assert_called_once_with(samples=12, overflow=True)
+    assert counters == StepCounters(global_steps=1, skipped_steps=1, global_samples=12)
     assert result.learning_rates == (0.0,) and result.loss_scale == 4.0
     updater.config.check_overflow = False
     assert not StepTogether(update).step().overflow and len(updater.applied) == 1
@@ -173,7 +178,7 @@ def test_a_norm_that_is_not_finite_steps_no_stage_and_counts(others: list[float]
 def test_stages_that_step_alone_advance_once_a_mini_batch(others: list[float]) -> None:
     others += [0.0]
     updaters, values = [Updater(clipping=1.0), Updater(clipping=1.0)], [Gradients(3.0), Gradients(4.0)]
-    ranks = [rank_of([stage_of(i, values[i], updaters[i])[0]], (i,)) for i in range(2)]
+    ranks = [rank_of([stage_of(i, values[i], updaters[i])], (i,)) for i in range(2)]
     rule = StepAlone({i: update for i, (update, _) in enumerate(ranks)})
     with pytest.raises(ValueError, match="unpack"):
         rule.step()
@@ -187,8 +192,8 @@ def test_stages_that_step_alone_advance_once_a_mini_batch(others: list[float]) -
     assert found.overflow and found.grad_norm == math.inf and dict(found.stage_norms) == {0: 3.0, 1: 4.0}
     assert [len(u.applied) for u in updaters] == [3, 1] and [u.advanced for u in updaters] == [1, 1]
     assert [u.counted for u in updaters] == [[True], [True]]
-    ranks[0][1].add.assert_called_once_with(samples=12, overflow=True)  # one mini-batch
-    ranks[1][1].add.assert_not_called()
+    assert ranks[0][1] == StepCounters(global_steps=1, skipped_steps=1, global_samples=12), "one mini-batch"
+    assert ranks[1][1] == StepCounters()
     found = rule.end_mini_batch()
     assert not found.overflow and found.grad_norm == 5.0
 
@@ -200,15 +205,15 @@ def test_a_step_before_its_sums_is_refused() -> None:
         (1, (), True, "data tied", True),
     ):  # fmt: skip
         gradients = Gradients(1.0)
-        stage, reductions, _ = stage_of(0, gradients, Updater(layout=layout), degree=degree, ties=ties)
-        reductions.accumulate()
+        stage = stage_of(0, gradients, Updater(layout=layout), degree=degree, ties=ties)
+        stage.accumulate()
         if "data" in done:
-            reductions.reduce_data()
-            reductions.reduce_data()
+            stage.reduce_data()
+            stage.reduce_data()
             assert gradients.log == ["accumulate", "data"], "once"
         if "tied" in done:
-            reductions.prepare_tied()
-            assert [s.brought.tolist() for s in reductions.bring_tied(["tie", "another's"])] == [[6.0]]
+            stage.prepare_tied()
+            assert [s.brought.tolist() for s in stage.bring_tied(["tie", "another's"])] == [[6.0]]
             assert gradients.log[-1] == "tied ['tie']"
         if is_fine:
             stage.finish()
@@ -221,7 +226,7 @@ def test_a_step_before_its_sums_is_refused() -> None:
 
 def test_sums_of_a_mini_batch_begin_anew_with_the_next() -> None:
     gradients = Gradients(1.0)
-    _, reductions, _ = stage_of(0, gradients, Updater(), degree=2, tensor=3, ties=True)
+    reductions = stage_of(0, gradients, Updater(), degree=2, tensor=3, ties=True)
     reductions.accumulate()
     with pytest.raises(RuntimeFailure, match="reduce_tied before reduce_data"):
         reductions.prepare_tied()
@@ -230,11 +235,11 @@ def test_sums_of_a_mini_batch_begin_anew_with_the_next() -> None:
     reductions.reduce_data()
     reductions.prepare_tied()
     assert [s.brought.tolist() for s in reductions.bring_tied(["tie"], shared_out=True)] == [[2.0]]
-    reductions.finish(is_partitioned=False)
+    reductions.finish()
     once = ["accumulate", "data", "accumulate", "data", "tensor group", "tied ['tie']"]
     assert gradients.log == once and not reductions.lacks_tied
-    gradients.clear = lambda: gradients.log.clear()  # type: ignore[attr-defined]
     reductions.clear()
+    gradients.log.clear()
     assert reductions.lacks_tied
     reductions.reduce_data()
     reductions.sum_tensor()
@@ -250,22 +255,26 @@ def test_the_loss_of_a_batch_is_a_mean_by_samples_or_a_sum() -> None:
 def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
     """Mode async: each stage of a rank steps by itself; asked for are those of the whole rank."""
 
-    def stage(name: str, **more: Any) -> Any:
+    def stage(index: int, name: str) -> Any:
         return SimpleNamespace(
-            gradients=f"{name}'s",
-            full_gradients=lambda: {name: torch.ones(1)},
-            step=lambda: f"{name} stepped",
-            **more,
+            stage_index=index, gradients=f"{name}'s", full_gradients=lambda: {name: torch.ones(1)}
         )
 
     noted: list[list[Any]] = []
-    first, second = stage("first"), stage("second")
-    both = stage("both", stages=[first, second])
-    step = RankStep(both, SimpleNamespace(note_gradients=lambda found: noted.append(list(found))))  # type: ignore[arg-type]
-    alone = [step.alone(first), step.alone(second)]
+    rank = RankEngine.__new__(RankEngine)
+    rank.stages, rank.gradients, rank.note_gradients = (
+        (stage(0, "first"), stage(2, "second")),
+        None,
+        noted.append,
+    )
+    rank._rule = mock.create_autospec(StepAlone, instance=True)
+    rank._rule.step.side_effect = lambda stage: f"{stage} stepped"  # type: ignore[attr-defined]
     for keeps, kept in ((False, None), (True, {"first", "second"})):
-        step.keeps_gradients = keeps
-        assert [one() for one in alone] == ["first stepped", "second stepped"]
-        assert (step.gradients and set(step.gradients)) == kept
-    assert step() == "both stepped" and set(step.gradients or ()) == {"both"}
+        rank.keeps_gradients = keeps
+        assert [rank.step(stage) for stage in (0, 2)] == ["0 stepped", "2 stepped"]
+        assert (rank.gradients and set(rank.gradients)) == kept
+    rank._rule = mock.create_autospec(StepTogether, instance=True)
+    rank.gradients = {"old": torch.ones(1)}
+    rank.step()
+    assert set(rank.gradients) == {"first", "second"}, "all, of this step alone"
     assert noted == [["first's", "second's"]] * 5, "all that the rank holds, before each step"

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.engine.rank_engine import RankEngine
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.integrations.deepspeed.stage_optimizer import FRAMEWORK, DeepSpeedOptimizer
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge

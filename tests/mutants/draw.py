@@ -38,7 +38,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "messages": ("runtime/messages/*", "runtime/executor.py", "runtime/split.py"),
     "gradients": (
         "engine/gradient_store.py", "engine/partitioned_gradients.py", "engine/stage_step.py",
-        "engine/sharded_weights.py", "engine/training_steps.py", "integrations/deepspeed/stage_optimizer.py",
+        "engine/sharded_weights.py", "engine/rank_engine.py", "integrations/deepspeed/stage_optimizer.py",
     ),
     "checkpoints": ("engine/checkpoints/*",),
     "data": ("engine/loading/*", "data.py"),
@@ -48,11 +48,11 @@ LAYERS: dict[str, tuple[str, ...]] = {
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/compare_capture.py", "model/verification.py"),
     "guards of steps": (
-        "runtime/ranks/agreement.py", "engine/non_finite.py", "engine/model_watch.py", "engine/memory_watch.py",
+        "runtime/ranks/agreement.py", "engine/model_watch.py", "engine/memory_watch.py",
         "engine/metrics.py",
     ),
     "activations": ("runtime/memory/*", "runtime/random_streams.py", "runtime/compute.py"),
-    "evaluation": ("engine/evaluator.py", "runtime/rank_programs.py", "schedule/orders/gpipe.py"),
+    "evaluation": ("engine/mini_batch_runner.py", "runtime/rank_programs.py", "schedule/orders/gpipe.py"),
     "generation": ("model/generation/*", "integrations/huggingface/generate_calls.py"),
 }  # fmt: skip
 """Which files make up a layer, below the package. What is drawn is then addressed by function."""

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpp_plugin.engine.evaluator import Evaluator, _parts
+from gpp_plugin.engine.mini_batch_runner import Evaluator, _parts
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage

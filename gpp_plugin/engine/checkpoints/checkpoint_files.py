@@ -59,8 +59,11 @@ MOST_DEPTH = 4 * MOST_LEVELS
 """Of the JSON of such a state: a dict whose keys are no strings is an object, a list and pairs."""
 
 
-def to_json(value: Any, *, path: str, tensors: dict[str, Tensor] | None) -> Any:
+def to_json(value: Any, *, path: str, tensors: dict[str, Tensor] | None, level: int = 0) -> Any:
     """Return ``value`` as JSON types, and put its tensors into ``tensors`` under their paths; None: into the JSON.
+
+    Args:
+        level: of states around it.
 
     Raises:
         CheckpointError: something in it is neither JSON nor a tensor; the message names its path.
@@ -68,10 +71,6 @@ def to_json(value: Any, *, path: str, tensors: dict[str, Tensor] | None) -> Any:
     >>> to_json({"best": (float("inf"), 2)}, path="client_state", tensors={})
     {'best': {'$tuple': [{'$float': 'inf'}, 2]}}
     """
-    return _to_json(value, path, tensors, 0)
-
-
-def _to_json(value: Any, path: str, tensors: dict[str, Tensor] | None, level: int) -> Any:
     if level > MOST_LEVELS:
         raise CheckpointError(f"{path}: deeper than {MOST_LEVELS} levels; flatten it")
     if isinstance(value, np.generic):  # numpy's own numbers; its float64 is a float as well
@@ -90,7 +89,7 @@ def _to_json(value: Any, path: str, tensors: dict[str, Tensor] | None, level: in
         return _tensor_to_json(value, path, tensors)
 
     def inner(item: Any, at: object) -> Any:
-        return _to_json(item, f"{path}.{at}", tensors, level + 1)
+        return to_json(item, path=f"{path}.{at}", tensors=tensors, level=level + 1)
 
     if isinstance(value, Counter):
         return {"$counter": [[inner(k, "key"), inner(v, k)] for k, v in value.items()]}
@@ -202,15 +201,11 @@ def _embedded(encoded: list[Any]) -> Tensor:
     return flat.reshape(shape)
 
 
-def _counter(pairs: list[list[Any]]) -> Counter[Any]:
-    return Counter({key: count for key, count in pairs})
-
-
 _MAKE: dict[str, Callable[[Any], Any]] = {
     "$tuple": tuple,
     "$float": float,
     "$dict": lambda pairs: {key: item for key, item in pairs},
-    "$counter": _counter,
+    "$counter": lambda pairs: Counter({key: count for key, count in pairs}),
     "$scalar": _scalar,
     "$bytes": _bytes,
     "$array": _array,

@@ -35,16 +35,17 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     WEIGHT,
     CheckpointManifest,
     SavedGroup,
-    manifest_text,
     plain_of,
     read_manifest,
     to_json,
 )
 from gpp_plugin.engine.checkpoints.save_checkpoint import (
     FileContents,
-    WrittenPart,
-    complete_manifest,
-    write_files,
+    PreparedSave,
+    RankFiles,
+    SaveOptions,
+    finish_save,
+    write_part,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, TensorPlace
 from gpp_plugin.errors import CheckpointError
@@ -155,29 +156,27 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
     if state.optimizer:
         files["optimizer-00-whole-00000.safetensors"] = optimizer
     counters = {"global_steps": state.step, "skipped_steps": 0, "global_samples": 0}
-    texts = {STATE: plain_of({"engine": {"counters": counters}, "client_state": {}, "data": None})}
-    temporary = places.begin(directory, tag)
-    try:
-        part = WrittenPart(
-            files=write_files(temporary, files),
-            optimizer=state.optimizer,
-            numbers=numbers,
-            groups=tuple(
-                SavedGroup(
-                    number=number,
-                    names=tuple(names),
-                    options=to_json(options, path=f"param_groups.{number}", tensors={}),
-                )
-                for number, (names, options) in enumerate(state.groups)
-            ),
+    groups = [
+        SavedGroup(
+            number=number,
+            names=tuple(names),
+            options=to_json(options, path=f"param_groups.{number}", tensors={}),
         )
-        for name, text in texts.items():
-            places.write_synced(temporary / name, text)
-        manifest = complete_manifest(_head(state), [part], texts)
-        places.write_synced(temporary / MANIFEST, manifest_text(manifest))
-        return places.finish(directory, tag, temporary, save_latest=True)
+        for number, (names, options) in enumerate(state.groups)
+    ]
+    prepared = PreparedSave(
+        directory=directory,
+        tag=tag,
+        temporary=places.begin(directory, tag),
+        files=RankFiles(files=files, optimizer=state.optimizer, numbers=numbers, groups=groups),
+        texts={STATE: plain_of({"engine": {"counters": counters}, "client_state": {}, "data": None})},
+        head=_head(state),
+        options=SaveOptions(),
+    )
+    try:
+        return finish_save(prepared, [write_part(prepared)])
     except BaseException:
-        places.abandon(temporary)
+        places.abandon(prepared.temporary)
         raise
 
 

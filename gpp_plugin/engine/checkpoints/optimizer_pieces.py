@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER
+from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER, SavedGroup
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.errors import CheckpointError
 
@@ -84,34 +84,19 @@ class OptimizerPiece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceGroup:
-    """A parameter group, as far as a rank has it.
-
-    Args:
-        number: of the group among the model's.
-        names: of its parameters.
-        options: learning rate, betas and so on.
-    """
-
-    number: int
-    names: tuple[str, ...]
-    options: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerPieces:
     """All that one rank's optimizer of a stage keeps.
 
     Args:
         kind: the optimizer's class.
         numbers: by parameter, what is a number (``step``).
-        groups: the parameter groups it has parameters of.
+        groups: the parameter groups that it has parameters of, with options as the optimizer has them.
     """
 
     kind: str
     pieces: tuple[OptimizerPiece, ...]
     numbers: Mapping[str, Mapping[str, Any]]
-    groups: tuple[PieceGroup, ...]
+    groups: tuple[SavedGroup, ...]
 
 
 def optimizer_pieces(
@@ -165,7 +150,7 @@ def optimizer_pieces(
         pieces=tuple(pieces),
         numbers=numbers,
         groups=tuple(
-            PieceGroup(number=number, names=names, options=_own_options(group))
+            SavedGroup(number=number, names=names, options=_own_options(group))
             for number, group, names in zip(
                 range(len(optimizer.param_groups)) if group_numbers is None else group_numbers,
                 optimizer.param_groups,

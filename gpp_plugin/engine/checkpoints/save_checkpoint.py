@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -53,7 +53,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     write_tensors,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import TensorPlace
-from gpp_plugin.engine.stage_engine import StageEngine
+from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.serialize import dumps, escape_name, from_plain, to_plain
@@ -100,7 +100,7 @@ class RankFiles:
     groups: list[SavedGroup] = field(default_factory=list)
 
 
-def rank_files(stages: Sequence[StageEngine], rank_state: Any) -> RankFiles:
+def rank_files(stages: Sequence[StageEngine]) -> RankFiles:
     """Return what this rank writes of its stages: views of their tensors, not copies.
 
     Raises:
@@ -117,7 +117,7 @@ def rank_files(stages: Sequence[StageEngine], rank_state: Any) -> RankFiles:
                 own.add(replica_key(engine, name), buffer, what=BUFFER, name=name, stage=engine.stage_index)
         if engine.is_trained:
             _add_optimizer(engine, found)
-    state = {"rank_state": rank_state, "random": random_state(stages[0].device)}
+    state = {"rank_state": None, "random": random_state(stages[0].device)}
     own.beside = state_beside(own, state, "rank", stage=stages[0].stage_index)
     found.files[rank_file(stages[0].rank)] = own
     return found
@@ -161,15 +161,7 @@ def _file_name(engine: StageEngine, kind: str, position: str = "") -> str:
 
 
 def _described(engine: StageEngine, name: str, tensor: Tensor) -> dict[str, Any]:
-    place = place_of(engine, name, tensor)
-    return {
-        "name": name,
-        "stage": place.stage,
-        "shape": place.shape,
-        "shard": place.shard,
-        "axis": place.axis,
-        "stride": place.stride,
-    }
+    return {"name": name, **asdict(place_of(engine, name, tensor))}
 
 
 def _model_file(engine: StageEngine) -> FileContents:
@@ -192,7 +184,7 @@ def _add_optimizer(engine: StageEngine, found: RankFiles) -> None:
         found.numbers[name] = _without_tensors(numbers, f"optimizer state of {name}")
     for group in held.groups:
         options = _without_tensors(group.options, f"optimizer.param_groups.{group.number}")
-        found.groups.append(SavedGroup(number=group.number, names=group.names, options=options))
+        found.groups.append(replace(group, options=options))
     if not engine.is_partitioned and engine.position > 0:
         return
     parameters = dict(engine.module.named_parameters(remove_duplicate=False))
@@ -307,8 +299,8 @@ class WrittenPart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Prepared:
-    """A save all ranks agree on: where it is written, what this rank writes, what rank 0 adds."""
+class PreparedSave:
+    """A save that all ranks agree on: where it is written, what this rank writes, what rank 0 adds."""
 
     directory: Path
     tag: str
@@ -325,7 +317,6 @@ def save_checkpoint(
     tag: str,
     *,
     client_state: Mapping[str, Any] | None = None,
-    rank_state: Any = None,
     data: Any = None,
     options: SaveOptions | None = None,
     background: BackgroundSave | None = None,
@@ -336,7 +327,6 @@ def save_checkpoint(
         stages: this rank's, in the plan's order.
         directory: seen by all ranks.
         client_state: the user's, JSON and tensors, saved as rank 0 has it.
-        rank_state: the same, saved for each rank.
         data: the position in the data, saved as rank 0 has it.
         options: None: the defaults.
         background: writes it while training continues; None: it is written when this returns.
@@ -353,15 +343,15 @@ def save_checkpoint(
     # behind it the checkpoint is whole, so that a kill at any instant leaves the old or the new one.
     engine = stages[0]
     shared = {"client_state": dict(client_state or {}), "data": data}
-    prepared = _prepare(stages, Path(directory), tag, shared, rank_state, options or SaveOptions())
+    prepared = _prepare(stages, Path(directory), tag, shared, options or SaveOptions())
     if background is not None:
         background.begin(prepared, engine.rank, dist.get_world_size())
         return prepared.directory / tag
     try:
-        parts = all_ranks(engine, lambda: _write(prepared), doing=f"write {prepared.directory / tag}")
+        parts = all_ranks(engine, lambda: write_part(prepared), doing=f"write {prepared.directory / tag}")
         ends = all_ranks(
             engine,
-            lambda: str(_finish(prepared, parts)) if engine.rank == 0 else "",
+            lambda: str(finish_save(prepared, parts)) if engine.rank == 0 else "",
             doing=f"finish {prepared.directory / tag}",
         )
     except BaseException:
@@ -376,16 +366,15 @@ def _prepare(
     directory: Path,
     tag: str,
     shared: Mapping[str, Any],
-    rank_state: Any,
     options: SaveOptions,
-) -> _Prepared:
+) -> PreparedSave:
     """Agree on the tag, and let rank 0 make the directory; nothing is there if a rank cannot continue."""
     engine = stages[0]
     made: list[tuple[RankFiles, dict[str, str]]] = []
 
     def look() -> str:
         places.check_tag(tag)
-        files, texts = rank_files(stages, rank_state), {}
+        files, texts = rank_files(stages), {}
         if engine.rank == 0:
             beside = FileContents()
             plain = {
@@ -406,35 +395,32 @@ def _prepare(
         return str(places.begin(directory, tag)) if engine.rank == 0 else ""
 
     temporary = Path(all_ranks(engine, begin, doing=f"prepare {directory / tag}")[0])
-    files, texts = made[0]
-    return _Prepared(
-        directory=directory,
-        tag=tag,
-        temporary=temporary,
-        files=files,
-        texts=texts,
-        head=_head(engine, options),
-        options=options,
-    )
-
-
-def _head(engine: StageEngine, options: SaveOptions) -> CheckpointManifest:
-    """Return the manifest but for what is written: of the plan what the files depend on, not predictions."""
-    return CheckpointManifest(
+    # the manifest but for what is written: of the plan what the files depend on, not predictions
+    head = CheckpointManifest(
         stages=saved_stages(engine.plan),
         num_ranks=engine.plan.num_ranks,
         dtype=engine.config.dtype,
         zero_stage=engine.config.zero_stage,
-        step=engine.global_steps,
+        step=engine.counters.global_steps,
         saved_ns=time.time_ns(),
         files={},
         texts={},
         versions={"gpp_plugin": __version__, "torch": torch.__version__, **engine.updater.versions},
         names={name: tuple(others) for name, others in options.names.items()},
     )
+    files, texts = made[0]
+    return PreparedSave(
+        directory=directory,
+        tag=tag,
+        temporary=temporary,
+        files=files,
+        texts=texts,
+        head=head,
+        options=options,
+    )
 
 
-def _write(prepared: _Prepared) -> WrittenPart:
+def write_part(prepared: PreparedSave) -> WrittenPart:
     """Write this rank's files."""
     own = prepared.files
     return WrittenPart(
@@ -445,24 +431,11 @@ def _write(prepared: _Prepared) -> WrittenPart:
     )
 
 
-def _finish(prepared: _Prepared, parts: Sequence[WrittenPart]) -> Path:
+def finish_save(prepared: PreparedSave, parts: Sequence[WrittenPart]) -> Path:
     """Write what says that all is there, and let the tag name it; on rank 0."""
     temporary, options = prepared.temporary, prepared.options
     for name, text in prepared.texts.items():
         places.write_synced(temporary / name, text)
-    manifest = complete_manifest(prepared.head, parts, prepared.texts)
-    places.write_synced(temporary / MANIFEST, manifest_text(manifest))
-    target = places.finish(prepared.directory, prepared.tag, temporary, save_latest=options.save_latest)
-    tags = set(places.tags_in(prepared.directory))
-    gone = places.outdated(tags, keep_last=options.keep_last, keep_every=options.keep_every)
-    places.forget(prepared.directory, [tag for tag in gone if tag != prepared.tag])
-    return target
-
-
-def complete_manifest(
-    head: CheckpointManifest, parts: Sequence[WrittenPart], texts: Mapping[str, str]
-) -> CheckpointManifest:
-    """Return the manifest of what all ranks have written."""
     files: dict[str, SavedFile] = {}
     numbers: dict[str, dict[str, Any]] = {}
     groups: dict[tuple[int, str], dict[str, None]] = {}
@@ -472,19 +445,23 @@ def complete_manifest(
         for group in part.groups:
             key = (group.number, json.dumps(group.options, sort_keys=True))
             groups.setdefault(key, {}).update(dict.fromkeys(group.names))
-    return CheckpointManifest(
-        **{
-            **{name: getattr(head, name) for name in CheckpointManifest.__slots__},
-            "files": dict(sorted(files.items())),
-            "texts": {name: text_sum(text) for name, text in texts.items()},
-            "optimizer": next((part.optimizer for part in parts if part.optimizer), ""),
-            "numbers": numbers,
-            "groups": tuple(
-                SavedGroup(number=number, names=tuple(names), options=json.loads(options))
-                for (number, options), names in sorted(groups.items(), key=lambda item: item[0])
-            ),
-        }
+    manifest = replace(
+        prepared.head,
+        files=dict(sorted(files.items())),
+        texts={name: text_sum(text) for name, text in prepared.texts.items()},
+        optimizer=next((part.optimizer for part in parts if part.optimizer), ""),
+        numbers=numbers,
+        groups=tuple(
+            SavedGroup(number=number, names=tuple(names), options=json.loads(options))
+            for (number, options), names in sorted(groups.items(), key=lambda item: item[0])
+        ),
     )
+    places.write_synced(temporary / MANIFEST, manifest_text(manifest))
+    target = places.finish(prepared.directory, prepared.tag, temporary, save_latest=options.save_latest)
+    tags = set(places.tags_in(prepared.directory))
+    gone = places.outdated(tags, keep_last=options.keep_last, keep_every=options.keep_every)
+    places.forget(prepared.directory, [tag for tag in gone if tag != prepared.tag])
+    return target
 
 
 # ---- behind the training ---------------------------------------------------------------------------------
@@ -509,7 +486,7 @@ class BackgroundSave:
         """Return whether a save was begun whose end nobody has waited for."""
         return self._thread is not None
 
-    def begin(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
+    def begin(self, prepared: PreparedSave, rank: int, num_ranks: int) -> None:
         """Take copies, and let the thread write them."""
         assert self._thread is None, "one at a time"
         copies = {name: contents.copied() for name, contents in prepared.files.files.items()}
@@ -540,14 +517,14 @@ class BackgroundSave:
                 places.abandon(self._temporary)
             raise CheckpointError(f"the ranks could not {self._doing}: {'; '.join(failures)}")
 
-    def _run(self, prepared: _Prepared, rank: int, num_ranks: int) -> None:
+    def _run(self, prepared: PreparedSave, rank: int, num_ranks: int) -> None:
         try:
-            text = json.dumps(to_plain(_write(prepared)))
+            text = json.dumps(to_plain(write_part(prepared)))
             written = prepared.temporary / f".{_PART.format(rank=rank)}"
             places.write_synced(written, text)
             written.rename(prepared.temporary / _PART.format(rank=rank))
             if rank == 0:
-                _finish(prepared, self._await_parts(prepared.temporary, num_ranks))
+                finish_save(prepared, self._await_parts(prepared.temporary, num_ranks))
         except BaseException as error:
             # whatever it is: raised at the next collective of the ranks, and on rank 0 now
             self._failure.append(f"{type(error).__name__}: {error}")

@@ -148,7 +148,7 @@ class CheckpointTensors:
         self, what: str, name: str, place: TensorPlace, start: int = 0, count: int | None = None
     ) -> set[tuple[str, str]]:
         """Return the file and key of each tensor that `elements` would read."""
-        wanted = _whole_count(place) if count is None else count
+        wanted = math.prod(place.shape) if count is None else count
         entries = self._entries(what, name, place)
         if self._is_recut(entries, place):
             return {(entry.file, entry.key) for entry in entries}
@@ -199,7 +199,7 @@ class CheckpointTensors:
         entries = self._entries(what, name, place)
         if self.is_whole(what, name):
             return self.file(entries[0].file).whole(entries[0].key)
-        return self.elements(what, name, place, 0, _whole_count(place)).reshape(place.shape)
+        return self.elements(what, name, place, 0, math.prod(place.shape)).reshape(place.shape)
 
     def state(self, plain: Any, file: str) -> Any:
         """Return a state whose tensors are in ``file``."""
@@ -267,10 +267,6 @@ def _overlap(tensor: TensorRecord, start: int, count: int) -> tuple[int, int] | 
     begin = tensor.start or 0
     first, last = max(begin, start), min(begin + tensor.count, start + count)
     return (first, last - first) if first < last else None
-
-
-def _whole_count(place: TensorPlace) -> int:
-    return math.prod(place.shape)
 
 
 def _whole_shape(entry: TensorRecord) -> tuple[int, ...]:

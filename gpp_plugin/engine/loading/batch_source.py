@@ -9,19 +9,16 @@ from __future__ import annotations
 import itertools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import IterableDataset, default_collate
 
-from gpp_plugin.capture.tracing.sample_batches import count_samples
+from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, likely_counts
 from gpp_plugin.data import PackedUnits
-from gpp_plugin.engine.loading.mini_batch_loader import check_keys, first_items, inputs_of, own_inputs
-from gpp_plugin.engine.loading.rank_shard import Complete, as_they_are
 from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -54,20 +51,13 @@ MAX_KNOWN_SHAPES = 256
 """Shapes of mini-batches that ranks without inputs remember; an older one is broadcast again."""
 
 
-def sample_from_dataset(
-    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
-) -> Batch:
-    """Return one collated batch of the dataset's first samples, for capture and profiling."""
-    collate = collate_fn or default_collate
-    if isinstance(dataset, PackedUnits):  # a unit as they will come
-        items = [dataset.dataset[index] for index in dataset.typical_unit()]
-    elif isinstance(dataset, IterableDataset):
-        items = first_items(dataset, num_samples)
-    else:
-        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
-    if not items:
-        raise ConfigError("training_data is empty; capture needs at least one sample of it")
-    return check_batch(collate(items))
+Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
+"""Adds to the batches of a mini-batch what the model receives about all of them together."""
+
+
+def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
+    """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
+    return [dict(batch) for batch in batches]
 
 
 def inputs_read(plan: PipelinePlan, graph: BlockGraph, stages: Iterable[int]) -> set[str]:
@@ -84,6 +74,83 @@ def ranks_that_read(plan: PipelinePlan, graph: BlockGraph) -> set[int]:
         if inputs_read(plan, graph, [index])
         for rank in stage.ranks
     }
+
+
+# What a batch must be: its keys, those that the model was captured with, and its number of samples.
+
+
+def check_keys(batch: Batch, keys: frozenset[str]) -> None:
+    """Refuse a batch of other keys than the model was captured with.
+
+    Raises:
+        ConfigError: says which.
+    """
+    if batch.keys() != keys:
+        parts = (("lacks", keys - batch.keys()), ("also has", batch.keys() - keys))
+        differ = " and ".join(f"{verb} {sorted(names)}" for verb, names in parts if names)
+        raise ConfigError(
+            f"a batch {differ}, not as the one the model was captured with; give train_batch() the same keys as "
+            "the sample batch (by default the first of training_data)"
+        )
+
+
+def inputs_of(batch: Batch) -> frozenset[str]:
+    """Return the keys of a batch's tensors."""
+    return frozenset(key for key, value in batch.items() if isinstance(value, Tensor))
+
+
+def own_inputs(unit: Batch, keys: frozenset[str], inputs: frozenset[str]) -> dict[str, Any]:
+    """Return a loss unit with the inputs that it has: it may lack some, or have None for them.
+
+    Args:
+        keys: of the batch that the model was captured with; ``inputs`` those of its tensors.
+
+    Raises:
+        ConfigError: it has other keys, or lacks what is no tensor.
+    """
+    own = {key: value for key, value in unit.items() if value is not None or key not in inputs}
+    check_keys(own, keys - (inputs - own.keys()))
+    return own
+
+
+def check_count(batch: Batch, *, sizes: Sequence[int]) -> None:
+    """Refuse a sample batch that may be of one number of samples or another, where neither is that of the job.
+
+    Args:
+        sizes: samples of a loss unit and of a mini-batch.
+
+    Raises:
+        ConfigError: says what its tensors have, and how to continue.
+    """
+    if not is_counted(batch) or count_samples(batch) in sizes:
+        return
+    counts = likely_counts(batch)
+    if len(counts) > 1 and not isinstance(batch, WholeUnit):
+        rows = ", ".join(f"{k} {list(v.shape)}" for k, v in batch.items() if isinstance(v, Tensor))
+        raise ConfigError(
+            f"the sample batch may be of {' or '.join(map(str, counts))} samples ({rows}), and "
+            f"train_micro_batch_size_per_gpu is {sizes[0]}: give a sample batch of so many samples, or, where a batch "
+            'is one loss unit as it is (a graph, packed texts), set "graph_pipeline": {"units": N}, N batches a '
+            "mini-batch"
+        )
+
+
+def check_axes(batch: Batch, mini_batch: int) -> None:
+    """Refuse a sample batch with a number that has no axis where several batches will be joined to a mini-batch.
+
+    Raises:
+        ConfigError: names the entry, and how to continue.
+    """
+    scalars = [key for key, value in batch.items() if isinstance(value, Tensor) and not value.dim()]
+    if not scalars or (samples := count_samples(batch)) >= mini_batch:
+        return
+    key, number = scalars[0], mini_batch // samples
+    raise ConfigError(
+        f"batch entry {key!r} is a tensor without an axis, and {number} batches of {samples} samples are joined along "
+        f"axis 0 to a mini-batch of {mini_batch}, in which it may have {number} values: let each be a loss unit of its "
+        f'own, "graph_pipeline": {{"units": {number}}}, give it a row a sample ([{samples}, 1]), or, where it never '
+        "changes, give a Python number"
+    )
 
 
 _LEAST = -(2**62)
@@ -153,20 +220,21 @@ class BatchSource:
         prefetches: bool = False,
         inputs: Iterable[str] = (),
     ) -> None:
-        self._rule = rule
+        self.rule = rule
         self.batch_fn: Callable[[Any], Any] = lambda batch: batch
-        self._prepare = prepare
-        self._complete = complete
+        self.prepare = prepare
+        self.complete = complete
         self._mini_batch = mini_batch
         self._units = units
-        self._order = order
+        self.order = order
         self.reads_inputs = reads_inputs
         self.source = source
         self.rank = 0 if group is None else dist.get_rank()
         self._all_read = all_read
         self._group = group
-        self._keys = frozenset(keys)
-        self._inputs = frozenset(inputs)
+        self.collectives = Collectives(group=group, who=f"rank {self.rank}", timeout_s=timeout_s)
+        self.keys = frozenset(keys)
+        self.inputs = frozenset(inputs)
         self._timeout_s = timeout_s
         self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._num_announced = 0
@@ -194,46 +262,39 @@ class BatchSource:
         """Take one mini-batch from the user's iterator (every rank has the same stream)."""
         # Batches of any size are joined until they are B samples; constants of the capture are the same in all of them.
         self._refuse()
-        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        if self._is_of_units:
-            units = self._complete(self._take_units(prepared))
-            units = [own_inputs(unit, self._keys, self._inputs) for unit in units]
-            return self._with_readings(arrange_units(units, self._order))
-        (batch,) = self._complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
-        check_keys(batch, self._keys)
+        prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        taken: list[Batch] | None = None
+        if self._units is not None:
+            taken = collect_units(prepared, self._units)
+        elif self.rule is not None:
+            samples = self.rule.num_samples
+            taken = collect_whole_units(prepared, self._mini_batch // samples, samples)
+        if taken is not None:
+            units = self.complete(taken)
+            units = [own_inputs(unit, self.keys, self.inputs) for unit in units]
+            return self._with_readings(arrange_units(units, self.order))
+        (batch,) = self.complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
+        check_keys(batch, self.keys)
         return batch
 
     def _refuse(self) -> None:
         if self.refusal is not None:
             raise self.refusal
 
-    @property
-    def _is_of_units(self) -> bool:
-        """Return whether mini-batches are lists of units."""
-        return self._units is not None or self._rule is not None
-
-    def _take_units(self, batches: Iterator[Batch]) -> list[Batch]:
-        """Take the units of a mini-batch: as many as were requested, or what makes up its samples."""
-        if self._units is not None:
-            return collect_units(batches, self._units)
-        assert self._rule is not None, "without units mini-batches are joined"
-        samples = self._rule.num_samples
-        return collect_whole_units(batches, self._mini_batch // samples, samples)
-
     def take(self, iterator: Iterator[Any]) -> Batch:
         """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
         self._refuse()
-        prepared = (self._prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
+        prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         # of units as many as there are, up to a mini-batch: an evaluation is of any number
         first = collect_units(prepared, 1)
         more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
-        units = self._complete(first + more)
+        units = self.complete(first + more)
         if self._units is None:
             return units[0]
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)
-        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self._order)
+        return arrange_units([own_inputs(unit, keys, inputs) for unit in units], self.order)
 
     def load(self, iterator: Iterator[OwnRows | UnitBatch]) -> Batch:
         """Take this rank's rows of a mini-batch of the engine's own loader; without inputs, only learn its shape.
@@ -290,7 +351,7 @@ class BatchSource:
     def _failure_of(self, failed: int, own: BaseException | None) -> BaseException:
         """Return this rank's own error, or what it raises for that of the rank that ``failed``; collective."""
         why = describe_error(own) if own is not None else ""
-        why = self._collectives().tell(why, source=failed, what="the error of another rank's data")
+        why = self.collectives().tell(why, source=failed, what="the error of another rank's data")
         if own is not None:
             return own
         return shared_error(
@@ -307,20 +368,9 @@ class BatchSource:
         if loading is not None and loading.work is not None:
             self._wait(loading.work)
 
-    def share_position(self, own: Any) -> Any:
-        """Return, on every rank, where the rank that broadcasts shapes is in the engine's own data; collective."""
-        return self._collectives().tell(own, source=self.source, what="the position in the data")
-
-    def gather_positions(self, own: Any) -> list[Any]:
-        """Return where every rank is in the caller's data; collective."""
-        return self._collectives().gather(own, "the position in the data")
-
-    def _collectives(self) -> Collectives:
-        return Collectives(group=self._group, who=f"rank {self.rank}", timeout_s=self._timeout_s)
-
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self._keys))))
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self.keys))))
         before = None if self._has_begun else torch.get_rng_state()
         self._has_begun, has_drawn = True, False
         if self.reads_inputs:
@@ -340,13 +390,13 @@ class BatchSource:
                 ones: frozenset[str] = frozenset()
             else:
                 key = shape_key(loading.batch, self._mini_batch)
-                ones = ones_among(loading.batch, self._keys)
+                ones = ones_among(loading.batch, self.keys)
             checksum = zlib.crc32(repr(key).encode())
-            other = [int(name not in ones) for name in sorted(self._keys)]
+            other = [int(name not in ones) for name in sorted(self.keys)]
             content = batch_checksum(loading.batch)
             reported = [checksum, -checksum, content, -content, int(has_drawn), *other]
             loading.facts[2:] = torch.tensor(reported)
-            if self._is_source():
+            if self.rank == self.source:
                 loading.facts[1] = self._number_of(key)
         # A maximum of (rank that failed or -1, number of the shape or -1, its checksum, minus that): a failure wins,
         # and the source's number is the only one. Shapes are numbered in the order in which the source first met them:
@@ -357,7 +407,7 @@ class BatchSource:
 
     def _with_readings(self, batch: UnitBatch) -> UnitBatch:
         """Return the units with what Python reads of each, where the model reads anything; all of them are here."""
-        return batch if self._rule is None else self._rule.units(batch)
+        return batch if self.rule is None else self.rule.units(batch)
 
     def _number_of(self, key: tuple[Any, ...]) -> int:
         """Return the number of a shape, of those that were broadcast lately, or the next one; on the source."""
@@ -398,24 +448,23 @@ class BatchSource:
             return self._shapes[index]
         if isinstance(batch, UnitBatch):
             return batch
-        ones = frozenset(key for key, other in zip(sorted(self._keys), others, strict=True) if not other)
+        ones = frozenset(key for key, other in zip(sorted(self.keys), others, strict=True) if not other)
         return replace(batch, ones=ones)
 
     def _broadcast_shapes(self, batch: Batch | None) -> Batch:
         """Return the shapes of the source's batch, on every rank."""
         own: Batch | None = None
-        if self._is_source() and isinstance(batch, UnitBatch):
+        if self.rank != self.source:
+            batch = None
+        if isinstance(batch, UnitBatch):
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
-        elif self._is_source() and batch is not None:
+        elif batch is not None:
             own = mini_batch_shapes(batch)
-        reported = self._collectives().tell(
+        reported = self.collectives.tell(
             own, source=self.source, what=f"a new shape, from rank {self.source}"
         )
         assert reported is not None
         return reported
-
-    def _is_source(self) -> bool:
-        return self.rank == self.source
 
     def _wait(self, work: Any) -> None:
         assert self._group is not None, "a single rank waits for nobody"

@@ -9,6 +9,7 @@ Tests: tests/integrations/test_loading.py, tests/integrations/test_data_position
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import random
@@ -25,17 +26,10 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate, get_w
 
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
-from gpp_plugin.engine.loading.mini_batch_loader import (
-    EpochPoint,
-    StreamPoint,
-    check_keys,
-    own_inputs,
-    sampler_state,
-    stream_state,
-)
+from gpp_plugin.data import PackedUnits
+from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import SampleRange, merged_ranges
+from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
     ChooseOrder,
@@ -43,10 +37,96 @@ from gpp_plugin.runtime.batches import (
     UnitBatch,
     arrange_units,
     batch_checksum,
+    check_batch,
     collect_mini_batch,
     mini_batch_shapes,
 )
 from gpp_plugin.runtime.ranks.failure_board import describe_error
+
+# Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
+#
+#     kind "samples"   a dataset with numbers: the epoch's random state as it began, and how many lists of numbers of it
+#                      are trained; the rest follows by drawing the epoch anew, and no sample is loaded for it
+#   kind "stream"    an iterable dataset: its own ``state_dict`` after the last mini-batch that was trained, or how many
+#                      samples are to be read and dropped
+#     kind "given"     a caller's loader or iterator: its own ``state_dict``, as torchdata has it
+#
+# A mini-batch is of *lists*, what the loader's batch sampler yields: one, or one for each unit where it is of units.
+# States are written as those of checkpoints (`to_json`), tensors in place: ranks compare them.
+# Positions count mini-batches trained: what workers have prefetched, or a frozen branch has run, does not count.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochPoint:
+    """A point in an epoch of a dataset with numbers.
+
+    Args:
+        mini_batches: trained before it, in all epochs.
+        lists: of this epoch's that come before it.
+        generator: the loader's random state as the epoch began; None: as it is.
+        sampler: the batch sampler's own state as the epoch began, where it has one.
+    """
+
+    mini_batches: int = 0
+    lists: int = 0
+    generator: Tensor | None = None
+    sampler: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamPoint:
+    """A point in an iterable dataset.
+
+    Args:
+        mini_batches: trained before it, in all passes.
+        passes: over the dataset that are complete.
+        state: of the dataset; None: it has none, or is at its beginning.
+        dropped: lists to be read and dropped from the very beginning, where there is no state.
+    """
+
+    mini_batches: int = 0
+    passes: int = 0
+    state: Any = None
+    dropped: int = 0
+
+
+def sampler_state(sampler: Any) -> Mapping[str, Any] | None:
+    """Return a batch sampler's own state; None where it has none."""
+    state: Mapping[str, Any] | None = sampler.state_dict() if hasattr(sampler, "state_dict") else None
+    return state
+
+
+def stream_state(dataset: Any) -> Any:
+    """Return a copy of a stream's own state; None where it has none."""
+    if not hasattr(dataset, "state_dict") or not hasattr(dataset, "load_state_dict"):
+        return None
+    return copy.deepcopy(dataset.state_dict())
+
+
+def first_items(stream: Any, count: int) -> list[Any]:
+    """Return the first items of a stream, at most ``count``; one that keeps its place in itself is put back."""
+    state = stream_state(stream)
+    items = list(itertools.islice(stream, count))
+    if state is not None:
+        stream.load_state_dict(state)
+    return items
+
+
+def sample_from_dataset(
+    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+) -> Batch:
+    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):  # a unit as they will come
+        items = [dataset.dataset[index] for index in dataset.typical_unit()]
+    elif isinstance(dataset, IterableDataset):
+        items = first_items(dataset, num_samples)
+    else:
+        items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
+    if not items:
+        raise ConfigError("training_data is empty; capture needs at least one sample of it")
+    return check_batch(collate(items))
+
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.
 
@@ -140,26 +220,9 @@ class Share:
         return value.to(self.dtype) if self.dtype is not None and value.is_floating_point() else value
 
 
-def samples_of_rank(plan: PipelinePlan, rank: int) -> tuple[SampleRange, ...]:
-    """Return the samples of a mini-batch that the stages of a rank read."""
-    return merged_ranges(
-        [
-            plan.stages[index].samples(micro_batch, rank)
-            for index in plan.stages_of_rank(rank)
-            for micro_batch in range(plan.num_micro_batches(index))
-        ]
-    )
-
-
 Prepare = Callable[[Any], dict[str, Any]]
-Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
 _MOST_SAMPLES = 2**20
 """More than a mini-batch of units has: the distance of two mini-batches' places in the stream of samples."""
-
-
-def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
-    """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
-    return [dict(batch) for batch in batches]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,6 +292,7 @@ class EpochOrder:
             skipped = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ShareReader:
     """Makes mini-batches of samples and keeps a rank's share; runs where the samples are loaded.
 
@@ -237,51 +301,39 @@ class ShareReader:
         prepare: makes of a batch what the model is called with.
         complete: adds to the batches of a mini-batch what the model receives about all of them together.
         keys: what a mini-batch has.
+        needs_whole: something is made of a row that depends on those beside it.
         unit: samples of a loss unit, of a model that takes whole ones: each is collated by itself, and all are returned
             on every rank that reads any, which finds out what Python reads of them.
     """
 
-    def __init__(
-        self,
-        *,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        prepare: Prepare,
-        complete: Complete,
-        share: Share,
-        keys: frozenset[str],
-        fetches_all: bool,
-        unit: int | None,
-    ) -> None:
-        self._unit = unit
-        self._collate = collate_fn or default_collate
-        self._prepare = prepare
-        self._complete = complete
-        self._share = share
-        self._keys = keys
-        self._fetches_all = fetches_all or collate_fn is not None or unit is not None
-        self.rank = share.rank
-        self.units = share.units
+    collate_fn: Callable[[list[Any]], Any] | None
+    prepare: Prepare
+    complete: Complete = as_they_are
+    share: Share
+    keys: frozenset[str]
+    needs_whole: bool = False
+    unit: int | None = None
 
     def of_units(self, dataset: Any, request: _Request, seed: int) -> UnitBatch:
         """Return this rank's units of a mini-batch, each collated by itself, and the shapes of the others."""
         numbers = [index for unit in request.indices for index in _listed(unit)]
         # a sample's place in the stream is the mini-batch's number, and its own within it: units may be of any size
-        first = request.number * _MOST_SAMPLES if self._share.units else 0
+        first = request.number * _MOST_SAMPLES if self.share.units else 0
         items = iter(self._fetch(dataset, [(n, first + i) for i, n in enumerate(numbers)], seed))
         return self.of_unit_items([[next(items) for _ in _listed(unit)] for unit in request.indices])
 
     def of_unit_items(self, units: Sequence[list[Any]]) -> UnitBatch:
         """Return a mini-batch of those units whose items are there: with all of them, or with this rank's."""
-        whole = self._complete([self._prepare(self._collate(items)) for items in units])
-        own_units = [own_inputs(unit, self._keys, self._share.inputs) for unit in whole]
-        if self._unit is not None:
-            arranged = arrange_units(own_units, self._share.order)
+        whole = self.complete([self.prepare((self.collate_fn or default_collate)(items)) for items in units])
+        own_units = [own_inputs(unit, self.keys, self.share.inputs) for unit in whole]
+        if self.unit is not None:
+            arranged = arrange_units(own_units, self.share.order)
             return replace(arranged, checksum=batch_checksum(arranged))
-        return self._share.keep_units(own_units)
+        return self.share.keep_units(own_units)
 
     def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
         """Return this rank's share of the mini-batch of some samples of a dataset."""
-        share, indices = self._share, cast(Sequence[int], request.indices)
+        share, indices = self.share, cast(Sequence[int], request.indices)
         items: dict[int, Any] = {}
 
         def fetch(numbers: Iterable[int]) -> None:
@@ -289,7 +341,8 @@ class ShareReader:
             places = [(indices[n], request.number * share.mini_batch + n) for n in missing]
             items.update(zip(missing, self._fetch(dataset, places, seed), strict=True))
 
-        if self._fetches_all or request.number == 0:
+        needs_whole = self.needs_whole or self.collate_fn is not None or self.unit is not None
+        if needs_whole or request.number == 0:
             fetch(range(len(indices)))
             return self.of_items([items[n] for n in range(len(indices))])
         checksum = zlib.crc32(repr(list(indices)).encode()) & 0xFFFFF
@@ -303,18 +356,18 @@ class ShareReader:
 
     def of_items(self, items: list[Any]) -> OwnRows | UnitBatch:
         """Return this rank's share of a mini-batch that is there as a whole."""
-        if self._unit is not None:
-            firsts = range(0, len(items), self._unit)
-            return self.of_unit_items([items[first : first + self._unit] for first in firsts])
+        if self.unit is not None:
+            firsts = range(0, len(items), self.unit)
+            return self.of_unit_items([items[first : first + self.unit] for first in firsts])
         batch = self._whole(items)
-        return self._share.cut(batch, checksum=batch_checksum(batch))
+        return self.share.cut(batch, checksum=batch_checksum(batch))
 
     def _whole(self, items: list[Any]) -> dict[str, Any]:
-        return collect_mini_batch([self._make(items)], self._share.mini_batch, count_samples)
+        return collect_mini_batch([self._make(items)], self.share.mini_batch, count_samples)
 
     def _make(self, items: list[Any]) -> dict[str, Any]:
-        (batch,) = self._complete([self._prepare(self._collate(items))])
-        check_keys(batch, self._keys)
+        (batch,) = self.complete([self.prepare((self.collate_fn or default_collate)(items))])
+        check_keys(batch, self.keys)
         return batch
 
     def _fetch(self, dataset: Any, places: Sequence[tuple[int, int]], seed: int) -> list[Any]:
@@ -335,7 +388,7 @@ class ShareReader:
                 found.append(dataset[index])
         except Exception as error:  # whatever a dataset raises, all ranks hear which sample it was
             raise RuntimeFailure(
-                f"rank {self._share.rank} could not load {which} of training_data: {describe_error(error)}"
+                f"rank {self.share.rank} could not load {which} of training_data: {describe_error(error)}"
             ) from error
         return found
 
@@ -348,7 +401,7 @@ class SharesOfDataset:
 
     def __getitem__(self, request: _Request) -> OwnRows | UnitBatch | LoadFailure:
         reader = self._reader
-        read = reader.of_indices if reader.units is None else reader.of_units
+        read = reader.of_indices if reader.share.units is None else reader.of_units
         return _guarded(lambda: read(self._dataset, request, self._seed), reader)
 
 
@@ -399,9 +452,9 @@ class SharesOfStream(IterableDataset[Any]):
         def read() -> OwnRows | UnitBatch:
             if get_worker_info() is not None:
                 _seed_all(self._seed, number * _MOST_SAMPLES)
-            if reader.units is None:
+            if reader.share.units is None:
                 return reader.of_items(next(items))
-            return reader.of_unit_items([next(items) for _ in range(reader.units)])
+            return reader.of_unit_items([next(items) for _ in range(reader.share.units)])
 
         while True:
             found = _guarded(read, reader)
@@ -440,20 +493,17 @@ def _guarded(
     try:
         return load()
     except Exception as error:  # whatever datasets and collators raise
-        failure = _failure(error, reader.rank)
+        failure = LoadFailure(
+            message=f"rank {reader.share.rank} could not load its mini-batch: {describe_error(error)}",
+            kind=RuntimeFailure,
+        )
+        if isinstance(error, GppError):
+            failure = LoadFailure(message=str(error), kind=type(error))
         if get_worker_info() is not None:
             return failure
         if isinstance(error, GppError):
             raise
         raise failure.kind(failure.message) from error
-
-
-def _failure(error: Exception, rank: int) -> LoadFailure:
-    if isinstance(error, GppError):
-        return LoadFailure(message=str(error), kind=type(error))
-    return LoadFailure(
-        message=f"rank {rank} could not load its mini-batch: {describe_error(error)}", kind=RuntimeFailure
-    )
 
 
 def _listed(unit: int | Sequence[int]) -> Sequence[int]:

@@ -20,48 +20,108 @@ from __future__ import annotations
 
 import gc
 import logging
+import multiprocessing
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
-from gpp_plugin.engine.loading.mini_batch_loader import (
-    SAMPLES,
-    STREAM,
-    EpochPoint,
-    StreamPoint,
-    count_workers,
-    make_loader,
-    sampler_state,
-    stream_state,
-)
+from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.rank_shard import (
-    Complete,
     EpochOrder,
+    EpochPoint,
     LoadFailure,
     PassedMiniBatch,
-    Prepare,
     Share,
     ShareReader,
     SharesOfDataset,
     SharesOfStream,
+    StreamPoint,
     as_it_is,
-    as_they_are,
-    samples_of_rank,
+    sampler_state,
+    stream_state,
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.batches import ChooseOrder, OwnRows, UnitBatch
+from gpp_plugin.ir.samples import merged_ranges
+from gpp_plugin.runtime.batches import OwnRows, UnitBatch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 
+SAMPLES, STREAM = "samples", "stream"
+"""Kinds of positions in the data (`rank_shard`)."""
 _MAX_PREFETCHED = 4
 """Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
+
+
+MOST_WORKERS = 4
+"""Processes that load for a rank on CUDA unless the configuration says how many."""
+
+
+def make_loader(
+    dataset: Any,
+    *,
+    mini_batch: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    seed: int,
+    units: int | None = None,
+) -> DataLoader[Any]:
+    """Return a loader of whole mini-batches, or of their units, in the same shuffled order on every rank.
+
+    Args:
+        mini_batch: samples of a mini-batch.
+        units: of a mini-batch, of equal numbers of samples; those that `pack` made have their own.
+
+    Raises:
+        ConfigError: the dataset holds fewer samples than one mini-batch.
+    """
+    collate = collate_fn or default_collate
+    if isinstance(dataset, PackedUnits):
+        own = torch.Generator().manual_seed(seed)
+        return DataLoader(dataset.dataset, batch_sampler=dataset, collate_fn=collate, generator=own)
+    mini_batch, whole = mini_batch // (units or 1), mini_batch
+    # Whole mini-batches: ranks take their rows of them, so that a shuffle is the same everywhere and padding too.
+    # What a loader draws as an epoch begins comes from its own generator, not from the numbers that dropout draws.
+    generator = torch.Generator().manual_seed(seed)
+    if isinstance(dataset, IterableDataset):
+        return DataLoader(
+            dataset, batch_size=mini_batch, drop_last=True, collate_fn=collate, generator=generator
+        )
+    if len(dataset) < whole:
+        raise ConfigError(
+            f"training_data has {len(dataset)} samples, fewer than train_batch_size={whole}; "
+            "lower train_batch_size or give more data"
+        )
+    return DataLoader(
+        dataset,
+        batch_size=mini_batch,
+        shuffle=True,
+        drop_last=True,
+        collate_fn=collate,
+        generator=generator,
+    )
+
+
+def count_workers(requested: int | str, device: torch.device) -> int:
+    """Return how many processes load for this rank.
+
+    Args:
+        requested: a number, or ``auto``: on CUDA up to four of this rank's cores; none where the cores compute.
+    """
+    if isinstance(requested, int):
+        return requested
+    if device.type != "cuda" or multiprocessing.current_process().daemon:  # a daemon may have no children
+        return 0
+    cores = len(os.sched_getaffinity(0)) // max(torch.cuda.device_count(), 1)
+    return min(max(cores - 1, 1), MOST_WORKERS)
 
 
 class RowLoader:
@@ -70,40 +130,29 @@ class RowLoader:
     Nothing is loaded before the first call of `next`.
 
     Args:
-        loader: of whole mini-batches, made by `make_loader`.
-        collate_fn: what it was made with.
+        loader: of whole mini-batches, made by `make_loader` with the reader's ``collate_fn``.
+        reader: what is made of samples.
         seed: what random numbers of a dataset depend on, in workers.
         workers: processes that prefetch; 0 loads here, on demand.
         pins: rows come in page-locked memory.
-        needs_whole: ``complete`` makes something of a row that depends on those beside it.
-        unit: as of `make_row_loader`.
     """
 
     def __init__(
         self,
         loader: DataLoader[Any],
+        reader: ShareReader,
         *,
-        collate_fn: Callable[[list[Any]], Any] | None,
-        prepare: Prepare,
-        complete: Complete = as_they_are,
-        share: Share,
-        keys: Iterable[str],
         seed: int,
         workers: int = 0,
         pins: bool = False,
-        needs_whole: bool = False,
-        unit: int | None = None,
     ) -> None:
-        self._unit = unit
         self.loader = loader
-        self._collate_fn, self._prepare, self._share = collate_fn, prepare, share
-        self._complete = complete
-        self._keys, self._seed = frozenset(keys), seed
+        self._reader, self._share = reader, reader.share
+        self._seed = seed
         is_stream = isinstance(loader.dataset, IterableDataset)
         # two would each have the whole stream
         self._workers = min(workers, 1) if is_stream else workers
         self._pins = pins
-        self._needs_whole = needs_whole
         self._iterator: Any = None
         self._is_closed = False
         self.batch_fn: Callable[[Any], Any] | None = None
@@ -288,17 +337,11 @@ class RowLoader:
                 shut_down()
 
     def _make_inner(self) -> DataLoader[Any]:
-        prepare, batch_fn = self._prepare, self.batch_fn
-        reader = ShareReader(
-            collate_fn=self._collate_fn,
-            prepare=prepare if batch_fn is None else lambda batch: prepare(batch_fn(batch)),
-            complete=self._complete,
-            share=self._share,
-            keys=self._keys,
+        reader, batch_fn = self._reader, self.batch_fn
+        if batch_fn is not None:
+            prepare = reader.prepare
             # a function of the user's may make something else of a row without the others beside it
-            fetches_all=batch_fn is not None or self._needs_whole,
-            unit=self._unit,
-        )
+            reader = replace(reader, prepare=lambda batch: prepare(batch_fn(batch)), needs_whole=True)
         options: dict[str, Any] = {
             "batch_size": None,
             "collate_fn": as_it_is,
@@ -323,53 +366,56 @@ class RowLoader:
 
 def make_row_loader(
     dataset: Any,
+    source: BatchSource,
     *,
     plan: PipelinePlan,
     config: GraphPipelineConfig,
     setting: Setting,
     collate_fn: Callable[[list[Any]], Any] | None,
-    prepare: Prepare,
-    complete: Complete = as_they_are,
     reads: Iterable[str] | None,
-    keys: Iterable[str],
-    inputs: Iterable[str] = (),
-    unit: int | None = None,
-    order: ChooseOrder | None = None,
 ) -> RowLoader:
     """Return what loads this rank's rows of a dataset, for a plan.
 
     Args:
-        order: as of `Share`.
+        source: makes the same of batches that come from elsewhere.
         reads: the inputs that this rank's stage reads; None: all.
-        keys: what a mini-batch has; ``inputs`` those of the model's inputs, some of which a unit may lack.
-        unit: samples of a loss unit, where each is collated by itself.
 
     Raises:
         ConfigError: the dataset holds fewer samples than one mini-batch.
     """
-    return RowLoader(
-        make_loader(
-            dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed, units=config.units
-        ),
+    loader = make_loader(
+        dataset, mini_batch=plan.mini_batch, collate_fn=collate_fn, seed=config.seed, units=config.units
+    )
+    samples = [
+        plan.stages[index].samples(micro_batch, setting.rank)
+        for index in plan.stages_of_rank(setting.rank)
+        for micro_batch in range(plan.num_micro_batches(index))
+    ]
+    share = Share(
+        rank=setting.rank,
+        mini_batch=plan.mini_batch,
+        samples=merged_ranges(samples),  # those that the rank's stages read
+        keys=None if reads is None else frozenset(reads),
+        dtype=setting.dtype,
+        units=config.units,
+        inputs=source.inputs,
+        order=source.order,
+    )
+    reader = ShareReader(
         collate_fn=collate_fn,
-        prepare=prepare,
-        complete=complete,
-        share=Share(
-            rank=setting.rank,
-            mini_batch=plan.mini_batch,
-            samples=samples_of_rank(plan, setting.rank),
-            keys=None if reads is None else frozenset(reads),
-            dtype=setting.dtype,
-            units=config.units,
-            inputs=frozenset(inputs),
-            order=order,
-        ),
-        keys=keys,
+        prepare=source.prepare,
+        complete=source.complete,
+        share=share,
+        keys=source.keys,
+        needs_whole=config.loss_mean == "tokens",  # each rank counts those of the whole mini-batch
+        unit=None if source.rule is None else source.rule.num_samples,
+    )
+    return RowLoader(
+        loader,
+        reader,
         seed=config.seed,
         workers=count_workers(config.loader_workers, setting.device),
         pins=setting.device.type == "cuda",
-        needs_whole=config.loss_mean == "tokens",  # each rank counts those of the whole mini-batch
-        unit=unit,
     )
 
 

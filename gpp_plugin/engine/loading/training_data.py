@@ -6,13 +6,12 @@ import copy
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.mini_batch_loader import EXTERNAL, repeat
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.runtime.batches import Batch
@@ -20,6 +19,8 @@ from gpp_plugin.runtime.batches import Batch
 # Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
 
 
+EXTERNAL = "given"
+"""The kind of a position in a caller's data (`rank_shard`)."""
 _MOST_HELD = 4
 """Iterators without weak references (a list's, ``zip``, ``map``) of which a prefetched mini-batch is stored."""
 
@@ -258,9 +259,13 @@ class TrainingData:
             source, own = self._batch_source, None
             if source.rank == source.source:
                 own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
-            shared: dict[str, Any] | None = source.share_position(own)
+            shared: dict[str, Any] | None = source.collectives.tell(
+                own, source=source.source, what="the position in the data"
+            )
             return shared
-        states = self._batch_source.gather_positions(self._attempt(self._external_position))
+        states = self._batch_source.collectives.gather(
+            self._attempt(self._external_position), "the position in the data"
+        )
         if any(state is None for state in states):
             return None
         if all(state == states[0] for state in states):
@@ -378,3 +383,21 @@ def _result(taken: Taken) -> Batch:
         raise taken.error
     assert taken.batch is not None, "what was taken is a mini-batch or an error"
     return taken.batch
+
+
+def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
+    """Yield the loader's batches, starting anew when it ends.
+
+    Args:
+        is_resumed: it continues somewhere, maybe at an epoch's end: its first pass may have nothing left.
+
+    Raises:
+        ConfigError: the loader yields nothing.
+    """
+    while True:
+        empty, is_resumed = not is_resumed, False
+        for batch in loader:
+            empty = False
+            yield batch
+        if empty:
+            raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")

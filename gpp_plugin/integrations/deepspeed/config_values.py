@@ -29,6 +29,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from pydantic import BaseModel, ValidationError
 
 from gpp_plugin.config.block import BLOCK
+from gpp_plugin.engine.framework import StepSettings
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     FREE,
@@ -364,29 +365,15 @@ NO_OPTIMIZER = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StageConfig:
+class StageConfig(StepSettings):
     """What one stage takes from the user's DeepSpeed JSON.
 
     Args:
         deepspeed: the configuration of the stage's own DeepSpeedEngine.
-        dtype: torch's name of the parameters' type (``float32``, ``bfloat16``, ``float16``).
-        accumulation_dtype: torch's name of the type in which micro-batches' gradients are added up.
-        communication_dtype: torch's name of the type gradients are sent in; None sends them as they are.
-        gradient_clipping: largest global L2 norm of a step; 0 does not clip.
-        bucket_elements: most elements of one gradient all-reduce.
-        zero_stage: 0 to 3.
-        check_overflow: skip the step when the norm is not finite.
         notes: lines for the user about what was changed, logged once.
     """
 
     deepspeed: dict[str, Any]
-    dtype: str
-    accumulation_dtype: str
-    communication_dtype: str | None
-    gradient_clipping: float
-    bucket_elements: int
-    zero_stage: int
-    check_overflow: bool
     notes: tuple[str, ...]
 
 

@@ -33,8 +33,8 @@ from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.reader import check_ranks, load_deepspeed_json, read_config
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.framework import Monitor, StageReplica
-from gpp_plugin.engine.loading.batch_source import sample_from_dataset
+from gpp_plugin.engine.framework import StageReplica, WriteEvents
+from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
 from gpp_plugin.integrations.deepspeed.config_values import (
@@ -248,7 +248,14 @@ def _initialize(
         engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
     else:
         source = ModelSource(model, config=block, setting=setting)
-        engine = GraphPipelineEngine(source=source, framework=framework, **common)
+        engine = GraphPipelineEngine(
+            source=source,
+            framework=framework.name,
+            make_optimizer=framework.make_optimizer,
+            check_shared_out=framework.check_shared_out,
+            make_monitor=framework.make_monitor,
+            **common,
+        )
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -352,7 +359,7 @@ def check_asynchronous_config(ds_config: Mapping[str, Any], config: GraphPipelin
 
 
 class DeepSpeedFramework:
-    """What the engine needs of a framework (`setting.Framework`), as a DeepSpeed configuration has it.
+    """What the engine needs of a framework, as a DeepSpeed configuration has it.
 
     Args:
         ds_config: the whole configuration.
@@ -407,14 +414,14 @@ class DeepSpeedFramework:
         """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
         return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
 
-    def make_monitor(self) -> Monitor:
-        """Return DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet.
+    def make_monitor(self) -> WriteEvents | None:
+        """Return what writes to DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet.
 
         Raises:
             ConfigError: one that is enabled is not installed.
         """
         try:
-            return MonitorMaster(get_monitor_config(dict(self._ds_config)))
+            monitor = MonitorMaster(get_monitor_config(dict(self._ds_config)))
         except ImportError as error:
             name = error.name or "a package"
             raise ConfigError(
@@ -426,6 +433,7 @@ class DeepSpeedFramework:
                 f"a monitor of the configuration cannot be made: {first_line(error)}; mend what it needs, or set its "
                 '"enabled" to false'
             ) from error
+        return monitor.write_events if monitor.enabled else None
 
 
 def _make_setting(

@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_kind
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.framework import StageReplica, StepCounters
-from gpp_plugin.engine.gradient_store import GradientStore, StageGradients
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients
+from gpp_plugin.engine.gradient_store import GradientStore
+from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients, StageGradients
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER, StageConfig, derive_stage_config
@@ -48,7 +48,7 @@ FRAMEWORK = f"DeepSpeed {deepspeed.__version__}"
 
 
 class DeepSpeedOptimizer:
-    """What updates one stage's weights (`setting.WeightUpdater`), as DeepSpeed's configuration has it.
+    """What updates one stage's weights (`framework.WeightUpdater`), as DeepSpeed's configuration has it.
 
     Args:
         module: the stage's, its replicas equal; cast to the configured type.

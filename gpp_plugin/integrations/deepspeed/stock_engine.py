@@ -395,8 +395,9 @@ class StockPipelineEngine(PipelineEngine):
         )
         self._data = TrainingData(self._batch_source, None)
 
-    def use_rows(self, own: RowLoader) -> None:
+    def use_rows(self, make: Callable[[BatchSource], RowLoader]) -> None:
         """Read this rank's share of a dataset when `train_batch` is called without data."""
+        own = make(self._batch_source)
         self._data = TrainingData(self._batch_source, own)
         self.training_dataloader = own.loader
 

@@ -135,8 +135,7 @@ def make_stock_engine(
     engine.attach(runner, layer, spare=spare, sample_batch=sample_batch)
     if training_data is not None:
         load = functools.partial(make_row_loader, training_data, plan=plan, config=config, setting=setting)
-        prepare = planned.prepare_batch
-        engine.use_rows(load(collate_fn=collate_fn, prepare=prepare, reads=None, keys=sample_batch))
+        engine.use_rows(functools.partial(load, collate_fn=collate_fn, reads=None))
     if setting.rank == 0 and engine.carried:
         logger.info(
             "%s: DeepSpeed cannot send int64 or tensors without a gradient between stages; %s travel as the bits of "

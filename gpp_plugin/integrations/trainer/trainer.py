@@ -36,7 +36,7 @@ from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json
-from gpp_plugin.engine.loading.batch_source import sample_from_dataset
+from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.trainer.trainer_config import (

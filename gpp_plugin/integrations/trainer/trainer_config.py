@@ -24,7 +24,7 @@ from transformers import Adafactor, DefaultDataCollator, default_data_collator
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.engine.loading.mini_batch_loader import first_items, stream_state
+from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
 from gpp_plugin.errors import ConfigError
 
 # The batches of HuggingFace's Trainer, as one process would have them, on every rank of a graph of stages.

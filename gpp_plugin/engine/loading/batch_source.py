@@ -351,7 +351,7 @@ class BatchSource:
     def _failure_of(self, failed: int, own: BaseException | None) -> BaseException:
         """Return this rank's own error, or what it raises for that of the rank that ``failed``; collective."""
         why = describe_error(own) if own is not None else ""
-        why = self.collectives().tell(why, source=failed, what="the error of another rank's data")
+        why = self.collectives.tell(why, source=failed, what="the error of another rank's data")
         if own is not None:
             return own
         return shared_error(

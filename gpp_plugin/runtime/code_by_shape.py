@@ -38,8 +38,12 @@ from gpp_plugin.runtime.compute import (
     VersionedHooks,
     boundary_gradients,
 )
-from gpp_plugin.runtime.memory.activation_policy import NextBackward, StageActivations
-from gpp_plugin.runtime.memory.module_policies import KnownSaves, make_stage_activations
+from gpp_plugin.runtime.memory.activation_policy import (
+    KnownSaves,
+    NextBackward,
+    StageActivations,
+    make_stage_activations,
+)
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.transport import Transport

@@ -25,7 +25,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
+from gpp_plugin.runtime.memory.segments import StageOperators
 
 
 class Shell(nn.Module):

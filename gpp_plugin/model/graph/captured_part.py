@@ -48,7 +48,7 @@ from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
+from gpp_plugin.runtime.memory.segments import StageOperators
 from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_ranks import TensorLinks, shard_graph
 

@@ -19,13 +19,13 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.rank_programs import channels_of, make_programs, plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.agreement import agree, fingerprint_of
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference, StageForwards, StageModule
+from gpp_plugin.runtime.stage_runner import RunnerContext
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch

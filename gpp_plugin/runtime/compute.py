@@ -622,16 +622,6 @@ class ComputeByShape:
             if compute is not None:
                 compute.clear()
 
-    def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what is kept; all units have one shape then, that of the sample batch (`MemoryWatch.is_due`)."""
-        assert self._computes[0] is not None
-        self._computes[0].start_counting(together)
-
-    def stop_counting(self) -> MemoryCounts | None:
-        """Count no longer, and return what was counted."""
-        assert self._computes[0] is not None
-        return self._computes[0].stop_counting()
-
 
 def _spread(tensors: Sequence[Tensor], places: Sequence[int], count: int) -> Sequence[Tensor]:
     """Return tensors at their places among ``count``; of the others there is nothing, and nobody takes them."""

@@ -38,13 +38,12 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import Instruction, RankProgram
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, unit_key, units_of
-from gpp_plugin.runtime.code_by_shape import MAX_UNIT_SHAPES, RunnerContext
 from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.random_streams import are_same, streams_of
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_runner import StageRunner
+from gpp_plugin.runtime.stage_runner import MAX_UNIT_SHAPES, RunnerContext, StageRunner
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
 from gpp_plugin.schedule.program_sets import EMPTY, RankPrograms
 

@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("engine/checkpoints/*",),
     "data": ("engine/loading/*", "data.py"),
     "units": (
-        "plan/unit_order.py", "runtime/code_by_shape.py", "runtime/stage_runner.py", "runtime/unit_patterns.py", "runtime/batches.py",
+        "plan/unit_order.py", "runtime/stage_runner.py", "runtime/unit_patterns.py", "runtime/batches.py",
         "plan/unit_order.py", "runtime/input_rows.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/compare_capture.py", "model/verification.py"),

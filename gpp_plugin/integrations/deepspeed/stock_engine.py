@@ -42,12 +42,12 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
-from gpp_plugin.runtime.code_by_shape import MAX_SHAPES
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, build_stage_function
+from gpp_plugin.runtime.stage_runner import MAX_SHAPES
 
 # One stage of a captured model as a layer for DeepSpeed's `PipelineModule`: a tuple of tensors in, one out.
 #

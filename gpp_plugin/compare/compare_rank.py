@@ -316,7 +316,7 @@ def _commands(path: str, collectives: Collectives) -> Iterator[dict[str, Any]]:
     stream = open(path, encoding="utf-8") if os.environ["RANK"] == "0" else None  # noqa: SIM115
     while True:
         own = json.loads(stream.readline() or "{}") if stream is not None else None
-        command = collectives.tell(own, source=0, what="the next command")
+        command = collectives.broadcast(own, source=0, what="the next command")
         if not command:
             return
         yield command
@@ -349,7 +349,7 @@ def main() -> None:
         time.sleep(_REFUSAL_S)
         raise
     collectives = _join(settings)
-    collectives.meet("a measured step")
+    collectives.barrier("a measured step")
     if is_first:
         emit_event(ready=True, **trainer.facts())
     for command in _commands(fifo, collectives):
@@ -363,7 +363,7 @@ def _run_command(
 ) -> dict[str, Any]:
     # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])
-    collectives.meet("a measured step")
+    collectives.barrier("a measured step")
     if command["measure"] == "bubble":
         return {"bubble": trainer.bubble(batch)}
     if command["measure"] == "memory":

@@ -692,7 +692,7 @@ class GraphPipelineEngine(PipelineSurface):
             self._files.wait()
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
-        self._collectives.meet("the end")  # what others still send arrives before its group is destroyed
+        self._collectives.barrier("the end")  # what others still send arrives before its group is destroyed
         self._evaluator.close()
         if self._generator is not None:
             self._generator.close()

@@ -344,9 +344,9 @@ class RehearsalRank:
         }
         self._executor = RankExecutor(own, local_transfers=local_transfers, step=self._step)
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
-        self._collectives.meet(what)
+        self._collectives.barrier(what)
 
     def iterate(self) -> None:
         """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
@@ -479,7 +479,7 @@ def main() -> None:
         if timeline is not None and step >= 0:
             save(timeline, folder / f"timeline{step}.json")
             emit_event(event="step", step=step, iteration_us=timeline.iteration_us)
-    rank.meet("the end of the rehearsal")
+    rank.barrier("the end of the rehearsal")
     end_rank()
 
 

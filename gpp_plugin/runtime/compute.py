@@ -406,8 +406,13 @@ class AutogradCompute:
         seed = loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
             if part.loss is not None and part.loss.requires_grad:
+                if self._last_seed is None or self._last_seed[0] != seed:
+                    self._last_seed = (
+                        seed,
+                        torch.full_like(part.loss, seed),
+                    )  # the same as long as its number is
                 roots.append(part.loss)
-                seeds.append(self._loss_seed(part.loss, seed))
+                seeds.append(self._last_seed[1])
             for name, root, gradient in zip(self.gradient_outputs, part.roots, gradients, strict=True):
                 if gradient is None:
                     continue
@@ -419,12 +424,6 @@ class AutogradCompute:
                 roots.append(root)
                 seeds.append(gradient)
         return roots, seeds
-
-    def _loss_seed(self, loss: Tensor, value: float) -> Tensor:
-        """Return a loss's gradient, the same tensor as long as it is the same number."""
-        if self._last_seed is None or self._last_seed[0] != value:
-            self._last_seed = value, torch.full_like(loss, value)
-        return self._last_seed[1]
 
     def _axis(self, name: str) -> int:
         assert self._halves is not None
@@ -492,22 +491,15 @@ class Boundary(NamedTuple):
         columns = zip(*parts, strict=True)
         return cls(*(tuple(dict.fromkeys(itertools.chain.from_iterable(names))) for names in columns))
 
-
-class Places(NamedTuple):
-    """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
-
-    keys: tuple[int, ...]
-    received: tuple[int, ...]
-    outputs: tuple[int, ...]
-    gradient_outputs: tuple[int, ...]
-    gradient_inputs: tuple[int, ...]
-
-    @classmethod
-    def within(cls, whole: Boundary, part: Boundary) -> Places | None:
-        """Return the places of a part; None where it is the whole."""
-        if whole == part:
+    def places_of(self, part: Boundary) -> Places | None:
+        """Return where what one unit's code takes and returns stands among all of this; None where it is all."""
+        if part == self:
             return None
-        return cls(*(tuple(map(all_of.index, own)) for all_of, own in zip(whole, part, strict=True)))
+        return tuple(tuple(map(all_of.index, own)) for all_of, own in zip(self, part, strict=True))
+
+
+Places = tuple[tuple[int, ...], ...]
+"""Positions of what `Boundary` names, in its order."""
 
 
 class ComputeByShape:
@@ -551,7 +543,7 @@ class ComputeByShape:
         self.is_alike = all(part == whole for part in parts)
         self.received, self.outputs = whole.received, whole.outputs
         self.gradient_outputs, self.gradient_inputs = whole.gradient_outputs, whole.gradient_inputs
-        self._places = tuple(None if part is None else Places.within(whole, part) for part in parts)
+        self._places = tuple(None if part is None else whole.places_of(part) for part in parts)
         self._computes = tuple(computes)
         self._choices = tuple(None if function is None else function.choice for function in functions)
         self._ones: Sequence[frozenset[str]] = ()
@@ -584,8 +576,9 @@ class ComputeByShape:
         places = self._places[micro_batch % self._count]
         if places is None:
             return run(micro_batch, gradients)
-        found = run(micro_batch, [gradients[place] for place in places.gradient_outputs])
-        return _spread(found, places.gradient_inputs, len(self.gradient_inputs))
+        *_, outputs, inputs = places
+        found = run(micro_batch, [gradients[place] for place in outputs])
+        return _spread(found, inputs, len(self.gradient_inputs))
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
@@ -594,13 +587,10 @@ class ComputeByShape:
         compute, places = self._of(micro_batch), self._places[micro_batch % self._count]
         if places is None:
             return compute.forward(micro_batch, half, inputs, received)
-        made = compute.forward(
-            micro_batch,
-            half,
-            [inputs[place] for place in places.keys],
-            [received[place] for place in places.received],
-        )
-        return _spread(made, places.outputs, len(self.outputs))
+        read, taken, returned, *_ = places
+        own = [inputs[place] for place in read]
+        made = compute.forward(micro_batch, half, own, [received[place] for place in taken])
+        return _spread(made, returned, len(self.outputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""

@@ -72,12 +72,6 @@ class MiniBatchResult:
     most_bytes: int = 0
     message_bytes: int = 0
 
-    @property
-    def memory(self) -> MemoryCounts | None:
-        """Return what the rank's one stage kept, if it was counted."""
-        assert len(self.memories) <= 1, "several stages have counts of their own"
-        return next(iter(self.memories.values()), None)
-
 
 Step = Callable[[], None]
 
@@ -126,6 +120,7 @@ class StageExecutor:
         self._program = program
         self._rank = program.rank
         self._stage = plan.stages[program.stage]
+        self.stage_name = self._stage.name
         self._compute = compute
         self._hooks = hooks
         self._weights = weights
@@ -169,7 +164,8 @@ class StageExecutor:
             local_transfers=local_transfers or LocalTransfers(),
         )
         tasks = (i.task for i in program.instructions if i.task is not None)
-        self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
+        self.forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
+        """The micro-batches whose forwards the program runs, which read rows of a mini-batch."""
         self._made: dict[int, Sequence[Tensor]] = {}
         self._gathering: Callable[[], None] | None = None
         self._inputs: Sequence[Sequence[Tensor]] = ()
@@ -188,7 +184,14 @@ class StageExecutor:
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
                 assert instruction.task is not None
-                step = self._compile_task(instruction.task)
+                task = instruction.task
+                if task.kind is TaskKind.FORWARD:
+                    step = self._compile_forward(task)
+                elif task.kind is TaskKind.WEIGHT_GRADIENT:
+                    call = functools.partial(self._compute.weight_gradient, task.micro_batch)
+                    step = self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
+                else:
+                    step = self._compile_backward(task)
                 if previous is InstructionKind.GATHER:
                     step = self._behind_gather(step)
             elif instruction.kind is InstructionKind.RECEIVE:
@@ -200,17 +203,14 @@ class StageExecutor:
             elif instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):
                 step = self._compile_gather(instruction.kind)
             else:
-                step = self._compile_reduction(instruction.kind)
+                hooks = self._hooks
+                assert hooks is not None, "a program with reductions needs hooks"
+                is_tied = instruction.kind is InstructionKind.REDUCE_TIED
+                step = self._timed(EventKind.REDUCE, hooks.reduce_tied if is_tied else hooks.reduce_data)
             steps.append((instruction, step))
             if instruction.kind in (InstructionKind.COMPUTE, InstructionKind.GATHER, InstructionKind.FREE):
                 previous = instruction.kind
         return steps
-
-    def _compile_reduction(self, kind: InstructionKind) -> Step:
-        hooks = self._hooks
-        assert hooks is not None, "a program with reductions needs hooks"
-        reduce = hooks.reduce_data if kind is InstructionKind.REDUCE_DATA else hooks.reduce_tied
-        return self._timed(EventKind.REDUCE, reduce)
 
     def _timed(self, kind: EventKind, call: Step, micro_batch: int = -1) -> Step:
         """Return a step that is one call, and notes when."""
@@ -264,14 +264,6 @@ class StageExecutor:
         self.result.step_result = of_all()
         self.recorder.note(EventKind.STEP, -1, start)
 
-    def _compile_task(self, task: Task) -> Step:
-        if task.kind is TaskKind.FORWARD:
-            return self._compile_forward(task)
-        if task.kind is TaskKind.WEIGHT_GRADIENT:
-            call = functools.partial(self._compute.weight_gradient, task.micro_batch)
-            return self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
-        return self._compile_backward(task)
-
     def _compile_forward(self, task: Task) -> Step:
         mail, recorder = self.mail, self.recorder
         micro_batch, half = task.micro_batch, task.half
@@ -284,7 +276,7 @@ class StageExecutor:
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
         # a stage without backwards is held back by nothing but its sends: wait for those of the
         # micro-batch that must be gone before this one starts; units that lack its branch do not count
-        run_before = [m for m in self._forwards if m < micro_batch]
+        run_before = [m for m in self.forwards if m < micro_batch]
         in_flight = self._stage.in_flight
         expired = run_before[-in_flight] if in_flight <= len(run_before) else micro_batch - in_flight
         is_held_back = self.is_training and not self._is_trained
@@ -325,7 +317,7 @@ class StageExecutor:
         ]
         if not handed:
             return forward
-        name = self._stage.name
+        name = self.stage_name
 
         def guarded(
             micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
@@ -411,15 +403,6 @@ class StageExecutor:
         if not (is_carried and self._keeps_activations):
             self._compute.clear()
 
-    @property
-    def has_forwards(self) -> bool:
-        """Return whether the program runs forwards, which read rows of a mini-batch."""
-        return bool(self._forwards)
-
-    def where(self, instruction: Instruction | None) -> str:
-        """Return where an instruction is run, for errors."""
-        return f"rank {self._rank}, stage {self._stage.name}, at {instruction}"
-
 
 def run_steps(
     program: RankProgram,
@@ -470,7 +453,7 @@ def _place(program: RankProgram, parts: Sequence[StageExecutor], instruction: In
     """Return where a rank failed: rank, stage and instruction."""
     stage = None if instruction is None else program.stage_of(instruction)
     part = parts[0] if stage is None else parts[program.stages.index(stage)]
-    return part.where(instruction)
+    return f"rank {program.rank}, stage {part.stage_name}, at {instruction}"
 
 
 # ---- all stages of a rank ----------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ Tests: tests/runtime/test_input_rows.py, tests/runtime/test_float_inputs.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
@@ -107,14 +106,6 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
             self._link.wait(self._events[-1])
             self._link.give_back(self._lent, self._events[-1])
         self._link, self._events, self._lent = None, (), ()
-
-
-@dataclass(slots=True)
-class _Copy:
-    """One tensor on its way: from the batch, by way of page-locked memory, to the device."""
-
-    source: Tensor
-    target: Tensor
 
 
 class InputLink:
@@ -211,7 +202,7 @@ class InputLink:
         """Queue all copies, those of the first micro-batch first."""
         # 1. All memory on the device, before the copies wait for the computing stream: what is allocated later might be
         #    memory that a kernel queued in between still uses. What lies on the device already is cast there.
-        made: dict[int, _Copy | Tensor] = {}
+        made: dict[int, Tensor] = {}
         for part in (part for column in columns for part in column):
             if id(part) not in made:
                 made[id(part)] = self._allocate(part, dtype)
@@ -224,26 +215,24 @@ class InputLink:
         for micro_batch in range(count):
             for column in columns:
                 part = column[micro_batch]
-                copy = made[id(part)]
-                if isinstance(copy, _Copy) and id(part) not in queued:
+                if part.device.type == "cpu" and id(part) not in queued:
                     queued.add(id(part))
-                    stream.copy(copy.target, self._staged(copy, stream, lent))
+                    target = made[id(part)]
+                    stream.copy(target, self._staged(part, target, stream, lent))
             events.append(stream.record())
-        done = [
-            [c.target if isinstance(c := made[id(part)], _Copy) else c for part in column]
-            for column in columns
-        ]
+        done = [[made[id(part)] for part in column] for column in columns]
         return InputRows(_by_micro_batch(done, count), link=self, events=events, lent=lent)
 
-    def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> _Copy | Tensor:
+    def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> Tensor:
         wanted = _wanted(part, dtype)
         if part.device.type != "cpu":
             return part.to(device=self._device, dtype=wanted).contiguous()
-        return _Copy(source=part, target=torch.empty(part.shape, dtype=wanted, device=self._device))
+        return torch.empty(part.shape, dtype=wanted, device=self._device)
 
-    def _staged(self, copy: _Copy, stream: CudaCopyStream, lent: list[HostBuffer]) -> Tensor:
+    def _staged(
+        self, source: Tensor, target: Tensor, stream: CudaCopyStream, lent: list[HostBuffer]
+    ) -> Tensor:
         """Return the rows as they are to lie on the device, in page-locked memory."""
-        source, target = copy.source, copy.target
         if source.dtype == target.dtype and source.is_contiguous() and stream.is_direct(source):
             return source
         assert self._pool is not None

@@ -123,12 +123,12 @@ class Clock:
 
 
 def start_clock(collectives: Collectives) -> Clock:
-    """Meet all ranks and note the time; collective.
+    """Note the time when all ranks have come; collective.
 
     Raises:
         CommTimeout: a rank did not come.
     """
-    collectives.meet("the start of a timeline")
+    collectives.barrier("the start of a timeline")
     return Clock(host=socket.gethostname(), barrier_us=time.perf_counter_ns() / 1e3)
 
 

@@ -623,7 +623,7 @@ class StageRunner:
         make = functools.partial(self._make_executor, compiled, name, following)
         most = 2 * MAX_SHAPES + len(self._programs.programs)
         executor = lately(compiled.executors, key, make, most=most)
-        if own is None or not (executor.has_forwards or name == "whole"):
+        if own is None or not (executor.forwards or name == "whole"):
             yield executor, InputRows(())
             return
         compiled.choose_masks(own, self.own_units)

@@ -150,7 +150,7 @@ def test_every_rank_draws_as_rank_0_and_only_rank_0_draws_on() -> None:
         asked: list[int] = []
         generator._setting = SimpleNamespace(rank=rank, device=torch.device("cpu"))  # type: ignore[assignment]
         generator._collectives = SimpleNamespace(  # type: ignore[assignment]
-            tell=lambda value, source, what, asked=asked: asked.append(source) or told
+            broadcast=lambda value, source, what, asked=asked: asked.append(source) or told
         )
         with generator._same_streams():
             ends[rank] = torch.rand(4).tolist()

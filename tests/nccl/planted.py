@@ -205,7 +205,7 @@ FAULTS = (
     Fault(f"{_MAIL}.awaited", "if not self", "if n and not self"),
     Fault(f"{_MAIL}.finish_sends", "self._sends.popleft().wait()", "self._sends.popleft()"),
     Fault(f"{_MAIL}._reap_sends", "pending.popleft().wait()", "pending.popleft()", job="wide"),
-    Fault(f"{_MAIL}._send", "self._sends.append(pending)", "pass"),
+    Fault(f"{_MAIL}.compile_send", "self._sends.append(pending)", "pass"),
     Fault(f"{_MAIL}.hand_over", "carry.sends.extend(self._sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._sends.extend(carry.sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message)", "_ = carry.received.pop(message)", job="windows"),

@@ -108,6 +108,7 @@ def run_in_double(
     (module,) = source.make_modules(runner, batch)
     runner.bind([module], [SumHooks(module, plan, tied_stages(plan, reference))])
     result = runner.run(batch, count=count)
+    counts = next(iter(result.memories.values()), None)
     total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)
     dist.all_reduce(total)
     gradients: dict[str, Tensor] = {
@@ -118,8 +119,8 @@ def run_in_double(
     return {
         "loss": float(total) / plan.mini_batch,
         "gradients": gradients,
-        "counts": result.memory,
-        "differences": [] if result.memory is None else differences(plan, own, result.memory),
+        "counts": counts,
+        "differences": [] if counts is None else differences(plan, own, counts),
         "memory": plan.stages[own].memory,
         "saves": sum(m.recomputed_bytes + m.swapped_bytes for s in plan.stages if (m := s.memory)),
         "needs": {s.name: s.memory_bytes for s in plan.stages},

@@ -297,7 +297,7 @@ class BatchSource:
 
     def share_position(self, own: Any) -> Any:
         """Return, on every rank, where the rank that broadcasts shapes is in the engine's own data; collective."""
-        return self._collectives().tell(own, source=self.source, what="the position in the data")
+        return self._collectives().broadcast(own, source=self.source, what="the position in the data")
 
     def gather_positions(self, own: Any) -> list[Any]:
         """Return where every rank is in the caller's data; collective."""
@@ -398,7 +398,7 @@ class BatchSource:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif self._is_source() and batch is not None:
             own = mini_batch_shapes(batch)
-        reported = self._collectives().tell(
+        reported = self._collectives().broadcast(
             own, source=self.source, what=f"a new shape, from rank {self.source}"
         )
         assert reported is not None

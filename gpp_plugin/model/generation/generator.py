@@ -510,7 +510,7 @@ class Generator:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
         # As one process with rank 0's seed would draw: rank 0's own generators continue, the others' come back.
         device = self._setting.device
-        gathered = self._collectives.tell(
+        gathered = self._collectives.broadcast(
             streams_of(device), source=0, what="the random state of a generation"
         )
         if self._setting.rank == 0:

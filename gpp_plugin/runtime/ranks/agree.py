@@ -1,7 +1,7 @@
 """Decisions that all ranks share: made once on rank 0 and broadcast to the others, or refused by all.
 
 Source: this project
-Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py
+Tests: tests/runtime/test_collectives.py, tests/runtime/test_agree.py
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Collectives:
     who: str
     timeout_s: float
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait for all ranks.
 
         Args:
@@ -91,7 +91,7 @@ class Collectives:
         received = gather_bytes(pickle.dumps(value), first_only=True, **self._wait(self.group, what))
         return None if received is None else [pickle.loads(each) for each in received]
 
-    def tell(self, value: T | None, *, source: int, what: str) -> T:
+    def broadcast(self, value: T | None, *, source: int, what: str) -> T:
         """Return what the rank ``source`` gives, on every rank; the other ranks' values are not read.
 
         Raises:

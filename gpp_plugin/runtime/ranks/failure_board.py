@@ -70,16 +70,9 @@ class RankStatus:
 
     def facts(self) -> dict[str, Any]:
         """Return what is published to the others."""
-        instruction = self.instruction  # another thread may set it to None meanwhile
-        return {
-            "stage": self.stage,
-            "call": self.call,
-            "number": self.number,
-            "doing": self.doing,
-            "at": "" if instruction is None else str(instruction),
-            "waits_for": self.waits_for,
-            "last_error": self.last_error,
-        }
+        facts = dict(vars(self))
+        instruction = facts.pop("instruction")  # read once: another thread may set it to None meanwhile
+        return {**facts, "at": "" if instruction is None else str(instruction)}
 
 
 HERE = RankStatus()
@@ -138,11 +131,6 @@ class SeenRank:
     rank: int
     state: str
     facts: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Return the rank with its stage."""
-        return name_of(self.rank, self.facts.get("stage", ""))
 
     @property
     def why(self) -> str:
@@ -308,8 +296,7 @@ class FailureBoard:
         record = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
         try:
             found = self._store.compare_set(key, "", record)
-            self.first = FirstFailure(**dict(zip(_FIELDS, json.loads(found), strict=True)))
-            self._set(f"seen/{self.rank}", 1)
+            self._take_first(found)
         except (RuntimeError, ValueError):
             self._lose_store()
             self.first = self.first or failure
@@ -502,9 +489,12 @@ class FailureBoard:
 
     def _read_first(self) -> None:
         if self._has("first"):
-            record = json.loads(self._store.get(f"{self._prefix}/first"))
-            self.first = FirstFailure(**dict(zip(_FIELDS, record, strict=True)))
-            self._set(f"seen/{self.rank}", 1)
+            self._take_first(self._store.get(f"{self._prefix}/first"))
+
+    def _take_first(self, record: bytes) -> None:
+        rank, stage, where, why = json.loads(record)
+        self.first = FirstFailure(rank=rank, stage=stage, where=where, why=why)
+        self._set(f"seen/{self.rank}", 1)
 
     def _look_for_deaths(self) -> None:
         """Write who of this host is gone without having said so."""
@@ -560,9 +550,6 @@ class FailureBoard:
             except RuntimeError:
                 return ""
         return self._state_of(rank)
-
-
-_FIELDS = ("rank", "stage", "where", "why")
 
 
 def _connection(store: dist.Store) -> dist.Store:

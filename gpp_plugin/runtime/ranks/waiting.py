@@ -7,7 +7,7 @@
 In a step only on gloo: what NCCL's streams wait for, no host does.
 
 Source: this project
-Tests: tests/runtime/test_meeting.py, tests/runtime/test_agree.py, tests/model/test_lane_wire.py,
+Tests: tests/runtime/test_collectives.py, tests/runtime/test_agree.py, tests/model/test_lane_wire.py,
     tests/runtime/test_time_limits.py
 """
 
@@ -288,8 +288,7 @@ def _lost(
     what: str, who: str, waited: float, limit_s: float | None, reason: FirstFailure | str
 ) -> CommTimeout:
     limit = "" if limit_s is None else f" (limit {limit_s:g} s)"
-    error = CommTimeout(f"{who} waited for the other ranks at {what}{limit}: after {waited:.1f} s {reason}")
-    return error
+    return CommTimeout(f"{who} waited for the other ranks at {what}{limit}: after {waited:.1f} s {reason}")
 
 
 def _reason_to_stop(

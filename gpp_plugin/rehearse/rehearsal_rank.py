@@ -39,7 +39,7 @@ from gpp_plugin.rehearse.rehearsal import (
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
-from gpp_plugin.runtime.messages.payloads import held_shape
+from gpp_plugin.runtime.messages.routes import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
 from gpp_plugin.runtime.ranks.agree import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement

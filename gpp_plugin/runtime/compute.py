@@ -52,30 +52,6 @@ class StageHooks(Protocol):
         """Agree on norm and overflow with all ranks; update, or skip."""
 
 
-class VersionedHooks:
-    """A stage's optimizer side, whose updates make a new version of the weights."""
-
-    def __init__(self, hooks: StageHooks, versions: WeightVersions) -> None:
-        self._hooks = hooks
-        self._versions = versions
-        self.accumulate = hooks.accumulate
-        self.begin_reduction = hooks.begin_reduction
-        self.reduce_data = hooks.reduce_data
-        self.reduce_tied = hooks.reduce_tied
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the factor of every loss's seed gradient."""
-        return self._hooks.loss_scale
-
-    def step(self) -> object:
-        """Update the newest weights."""
-        self._versions.begin_update()
-        result = self._hooks.step()
-        self._versions.end_update()
-        return result
-
-
 class StageWeights(Protocol):
     """A stage's parameters, of which this rank holds a part, and all of them between `gather` and `free` (ZeRO 3)."""
 

@@ -37,12 +37,12 @@ from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.batches import lately
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, has_backwards
 from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
-from gpp_plugin.runtime.messages.payloads import BoundarySpecs
-from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
+from gpp_plugin.runtime.messages.routes import BoundarySpecs, Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
 
 MOST_EXECUTORS = 64
@@ -93,6 +93,7 @@ class StageExecutor:
         known: routes of the same program and place at other shapes.
         local_transfers: shared by the stages of the rank; None where it holds one.
         weights: what gathers the stage's parameters; None for a program that gathers none.
+        versions: of them in mode async, where the stage's step makes a new one.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class StageExecutor:
         known: Routes | None = None,
         local_transfers: LocalTransfers | None = None,
         weights: StageWeights | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -124,6 +126,7 @@ class StageExecutor:
         self._compute = compute
         self._hooks = hooks
         self._weights = weights
+        self._versions = versions
         self._device = device
         # Tensor ranks have the same losses and outputs: the first one reports them.
         is_first = self._stage.position(self._rank)[1] == 0
@@ -258,10 +261,15 @@ class StageExecutor:
         if not self._keeps_activations:
             self.mail.finish_sends()  # a sent tensor may be a view of a parameter
         start = self.recorder.now()
+        versions = self._versions
         if of_all is None:
             assert self._hooks is not None, "a program with a step needs hooks"
             of_all = self._hooks.step
+        if versions is not None:
+            versions.begin_update()
         self.result.step_result = of_all()
+        if versions is not None:
+            versions.end_update()
         self.recorder.note(EventKind.STEP, -1, start)
 
     def _compile_forward(self, task: Task) -> Step:

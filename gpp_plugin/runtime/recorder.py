@@ -18,7 +18,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.messages.routes import Payload
 from gpp_plugin.runtime.ranks.agree import Collectives
 
 Moment = float | torch.cuda.Event

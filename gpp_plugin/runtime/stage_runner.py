@@ -55,7 +55,6 @@ from gpp_plugin.runtime.compute import (
     HalfForwards,
     StageHooks,
     StageWeights,
-    VersionedHooks,
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import StageExecutor
@@ -69,8 +68,7 @@ from gpp_plugin.runtime.memory.activation_policy import (
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
-from gpp_plugin.runtime.messages.payloads import BoundarySpecs
-from gpp_plugin.runtime.messages.routes import Routes
+from gpp_plugin.runtime.messages.routes import BoundarySpecs, Routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.rank_programs import nothing_of, spec_of_unit
 from gpp_plugin.runtime.split import BackwardSplitter
@@ -140,7 +138,6 @@ class ShapeCode:
     tensors: Mapping[str, TensorSpec]
     pattern: UnitPattern | None = None
     compute: AutogradCompute | None = None
-    hooks: StageHooks | None = None
     versions: WeightVersions | None = None
 
 
@@ -350,8 +347,7 @@ class StageRunner:
         function = code.code.function
         if code.pattern is not None:
             self._check_held(function, batch, code.pattern)
-        code.hooks, code.versions = self._hooks, None
-        windows = self._windows
+        code.versions, windows = None, self._windows
         if windows is not None:
             code.versions = WeightVersions(
                 [self._tensors[name] for name in function.tensors],
@@ -359,8 +355,6 @@ class StageRunner:
                 lag=windows.staleness(self.stage_index) if windows.vertical_sync else None,
                 make_places=self._make_places,
             )
-            assert self._hooks is not None, "an asynchronous pipeline trains"
-            code.hooks = VersionedHooks(self._hooks, code.versions)
         compute = self._make_compute(code)
         if code.pattern is not None:
             # any two shapes may meet in a later mini-batch, where nothing is new: all are like the first one
@@ -400,7 +394,7 @@ class StageRunner:
             function=function,
             parameters=parameters,
             gradients=gradients,
-            hooks=code.hooks if is_trained else None,
+            hooks=self._hooks if is_trained else None,
             loss=code.code.loss,
             loss_share=1.0 if shared.sums_losses else self._stage.local_batch_size / step_samples,
             halves=HalfForwards.of(half, inputs=code.code.inputs, tensors=code.tensors) if half else None,
@@ -565,7 +559,7 @@ class StageRunner:
                 tensors = code.tensors if compute.is_alike else {**lacking, **code.tensors}
                 specs[self._stage.samples(micro_batch, self._rank).first_sample] = tensors
         # a rank that runs none of the units reduces and steps with the others
-        nothing = ShapeCode(code=NO_CODE, half=None, tensors={}, hooks=self._hooks)
+        nothing = ShapeCode(code=NO_CODE, half=None, tensors={})
         program = of_patterns.parts[self.stage_index]
         return _Compiled(
             code=next((code for code in codes if code is not None), nothing),
@@ -588,7 +582,7 @@ class StageRunner:
             compute=compiled.compute,
             specs=compiled.specs,
             transport=shared.transport,
-            hooks=compiled.code.hooks,
+            hooks=self._hooks,
             device=shared.device,
             loss=code.loss,
             named_outputs=code.outputs,
@@ -598,6 +592,7 @@ class StageRunner:
             known=known[2] if known is not None and known[1] == place else None,
             local_transfers=shared.local_transfers,
             weights=self._weights,
+            versions=compiled.code.versions,
         )
         self._routes[id(program)] = program, place, executor.routes
         if len(self._routes) > MAX_SHAPES:

@@ -31,13 +31,12 @@ from gpp_plugin.runtime.compute import (
     AutogradCompute,
     BoundaryGradients,
     ComputeByShape,
-    VersionedHooks,
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
-from gpp_plugin.runtime.messages.payloads import BoundarySpecs, held_shape
+from gpp_plugin.runtime.messages.routes import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
 from gpp_plugin.runtime.ranks import waiting
@@ -674,7 +673,7 @@ class RankJob:
             compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(index, specs, compute),
             specs=specs,
             transport=transport,
-            hooks=hooks if versions is None else VersionedHooks(hooks, versions),
+            hooks=hooks,
             device=CUDA,
             loss=LOSS if self._real is not None and index in self._plan.loss_stages() else None,
             is_training=is_training,
@@ -682,6 +681,7 @@ class RankJob:
             next_specs=next_specs,
             local_transfers=self._local_transfers,
             weights=weights,
+            versions=versions,
         )
 
     def _of_units(

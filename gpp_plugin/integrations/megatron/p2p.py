@@ -35,7 +35,7 @@ from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
 from gpp_plugin.plugins import Channel, Pending, Post, Transport, TransportFactory, TransportRequest
-from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.messages.routes import Payload
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, MessagePlace, Posted
 from gpp_plugin.runtime.ranks.waiting import collective_timeout_s

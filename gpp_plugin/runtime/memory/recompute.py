@@ -334,12 +334,12 @@ class MovingPass(Pass):
         if entry.is_random:
             replay.states[run] = streams_of(self._link.device)
         for holding, value in zip(entry.holdings, values, strict=True):
-            replay.held[holding.name] = Held(self._hold(holding, value), holding.requires_grad)
-
-    def _hold(self, holding: Holding, value: Tensor) -> Tensor | SwappedView:
-        if holding.slot is not None:
-            return self.move(value, holding.slot)
-        return value.detach().clone() if holding.is_snapshot else value.detach()
+            kept: Tensor | SwappedView = value.detach()
+            if holding.slot is not None:
+                kept = self.move(value, holding.slot)
+            elif holding.is_snapshot:
+                kept = value.detach().clone()
+            replay.held[holding.name] = Held(kept, holding.requires_grad)
 
     def finish(self) -> None:
         """End the forward: count what stays on the device for segments, and leave them to autograd."""

@@ -155,11 +155,6 @@ class Run:
     snapshots: frozenset[str]
     is_random: bool
 
-    @property
-    def is_noted(self) -> bool:
-        """Return whether the forward must stop before it."""
-        return bool(self.values) or self.is_random
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentLayout:
@@ -306,7 +301,7 @@ def with_entries(module: fx.GraphModule, layouts: Mapping[int, SegmentLayout]) -
         run.nodes[0]: (segment, number, run)
         for segment, layout in layouts.items()
         for number, run in enumerate(layout.runs)
-        if run.is_noted
+        if run.values or run.is_random
     }
     graph = fx.Graph()
     record = graph.placeholder("gpp_record")

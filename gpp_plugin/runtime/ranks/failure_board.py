@@ -247,7 +247,9 @@ class FailureBoard:
         # Looking up the processes of all ranks would be two requests a pair of ranks, and of other hosts' nothing is
         # to be seen from here.
         self._neighbours = frozenset(range(num_ranks) if neighbours is None else neighbours)
-        self._store = _connection(store)
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self._store = store.clone()  # type: ignore[attr-defined]
         self._prefix = f"gpp_plugin/board/{epoch}"
         self._number = 0
         self._processes: dict[int, RankProcess] = {}
@@ -550,12 +552,3 @@ class FailureBoard:
             except RuntimeError:
                 return ""
         return self._state_of(rank)
-
-
-def _connection(store: dist.Store) -> dist.Store:
-    """Return a connection of one's own to a store; the store itself where it has none."""
-    try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
-    return own

@@ -43,7 +43,7 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.stage_module import StageCode, StageFunction
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 

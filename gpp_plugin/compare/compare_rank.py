@@ -31,7 +31,7 @@ from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, init
 from gpp_plugin.integrations.deepspeed.learning_rates import LearningRates, StageParameterGroups
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.materialize import resident_bytes
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 
 _REFUSAL_S = 10.0
 """How long the other ranks wait while rank 0 reports why a mode is refused."""

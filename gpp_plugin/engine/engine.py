@@ -87,11 +87,10 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Collectives, do_together
+from gpp_plugin.runtime.ranks.collectives import Collectives, collective_timeout_s, do_together
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import watched_calls
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Reference, Shell, StageModule
 

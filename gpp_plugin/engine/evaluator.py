@@ -32,7 +32,7 @@ from gpp_plugin.runtime.rank_programs import (
     split_evaluation,
 )
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference, StageModule
 

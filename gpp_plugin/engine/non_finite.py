@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import mark_shared
 

@@ -30,7 +30,7 @@ from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter, make_repl
 from gpp_plugin.engine.stage_step import RankUpdate, StepAlone, StepResult, StepRule, StepTogether, TiedSums
 from gpp_plugin.errors import ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 
 
 class RankEngine:

@@ -21,8 +21,8 @@ from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transp
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.rank_programs import channels_of, make_programs, plan_of_units, tied_stages
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import exchange
 from gpp_plugin.runtime.ranks.agreement import agree, fingerprint_of
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference, StageForwards, StageModule
 from gpp_plugin.runtime.stage_runner import RunnerContext

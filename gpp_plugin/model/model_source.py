@@ -80,8 +80,12 @@ from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_programs import held_tensors
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, exchange
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.runtime.ranks.collectives import (
+    Collectives,
+    call_on_rank_zero,
+    collective_timeout_s,
+    exchange,
+)
 from gpp_plugin.runtime.stage_module import (
     Reference,
     StageModule,

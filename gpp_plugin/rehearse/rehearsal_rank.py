@@ -41,9 +41,8 @@ from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.routes import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, begin_all_gather
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
-from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.schedule.event_loop import Durations, duration_reader
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramPlace, ProgramSet

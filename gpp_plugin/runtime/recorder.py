@@ -19,7 +19,7 @@ from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.runtime.messages.routes import Payload
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 
 Moment = float | torch.cuda.Event
 """Microseconds of this rank's clock; on CUDA a mark in the stream that computes, to be read when it is through."""

@@ -51,7 +51,7 @@ from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
+from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
 from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.

@@ -27,7 +27,7 @@ from gpp_plugin.model.generation.generator import (
 )
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.model.generation.owned_modules import DrawsOfAll, ReplicaPart, replicas_of
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 

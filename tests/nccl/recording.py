@@ -39,10 +39,9 @@ from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.routes import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
-from gpp_plugin.runtime.ranks import waiting
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks import collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, begin_all_gather
 from gpp_plugin.runtime.ranks.failure_board import HERE
-from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
@@ -710,7 +709,7 @@ def record_rank(
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, is_bound=is_bound)
-    polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
+    polled = mock.patch.object(collectives, "_poll", lambda work, seconds: work.end())
     with (
         torch.random.fork_rng(devices=[]),
         recorded_cuda(cuda),

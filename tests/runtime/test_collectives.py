@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.waiting import wait_for
+from gpp_plugin.runtime.ranks.collectives import Collectives, wait_for
 from tests.ranks import run_kept_ranks
 
 

@@ -43,8 +43,7 @@ from gpp_plugin.runtime.batches import (
     shape_key,
     unit_key,
 )
-from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
+from gpp_plugin.runtime.ranks.collectives import Collectives, own_name, wait_for
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""

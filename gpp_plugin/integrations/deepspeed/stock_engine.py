@@ -44,7 +44,7 @@ from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linear
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, build_stage_function
 from gpp_plugin.runtime.stage_runner import MAX_SHAPES

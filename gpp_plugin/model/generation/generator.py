@@ -62,8 +62,8 @@ from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
-from gpp_plugin.runtime.ranks.agree import Collectives, exchange
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
+from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)

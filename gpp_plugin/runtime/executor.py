@@ -369,25 +369,14 @@ class StageExecutor:
 
     # ---- run -----------------------------------------------------------------------------------
 
-    def run(
-        self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False, carry: Carry | None = None
-    ) -> MiniBatchResult:
-        """Run the stage's program once, on a rank that holds no other stage.
+    def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
+        """Get ready to run ``steps``.
 
         Args:
             inputs: for each micro-batch, this rank's rows of the model's inputs that the stage reads.
             record: whether to note the time of every task and message.
             carry: what the programs before left, and this one leaves; required of a program with a place.
-
-        Raises:
-            CommTimeout: a message did not come in time.
-            RuntimeFailure: a task failed; names rank, stage and task.
         """
-        run_steps(self._program, self.steps, (self,), (inputs,), record=record, carries=(carry,))
-        return self.result
-
-    def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
-        """Get ready to run ``steps``; arguments as of `run`."""
         self._inputs = inputs
         self.result = MiniBatchResult()
         self.recorder.start(self.result.events, is_on=record)
@@ -421,7 +410,12 @@ def run_steps(
     record: bool,
     carries: Sequence[Carry | None],
 ) -> None:
-    """Run the steps of a rank's stages in order; release everything of all of them where one fails."""
+    """Run the steps of a rank's stages in order; release everything of all of them where one fails.
+
+    Raises:
+        CommTimeout: a message did not come in time.
+        RuntimeFailure: a task failed; names rank, stage and task.
+    """
     # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
     # named is the one that failed. After a failure everything is released, a carry included (``is_carried``), as it is
     # unknown what the other ranks have done; after success what is carried stays.
@@ -522,7 +516,7 @@ class RankExecutor:
 
         Args:
             parts: what each stage does in it, in the rank's order of stages, made with the same ``local_transfers``.
-            inputs, record: as of `StageExecutor.run`, one a stage.
+            inputs, record: as of `StageExecutor.begin`, one a stage.
             program: in place of the one of that name, where units lack branches.
             around: what runs in place of a stage's step; None: the step itself.
         """

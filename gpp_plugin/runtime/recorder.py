@@ -129,7 +129,7 @@ def start_clock(collectives: Collectives) -> Clock:
         CommTimeout: a rank did not come.
     """
     collectives.barrier("the start of a timeline")
-    return Clock(host=socket.gethostname(), barrier_us=time.perf_counter_ns() / 1e3)
+    return Clock(host=socket.gethostname(), barrier_us=_host_us())
 
 
 def gather_timeline(

@@ -34,7 +34,7 @@ import dataclasses
 import functools
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,19 +166,6 @@ class _Compiled:
         """Return the inputs of the model that are read, by batch key."""
         own = self.compute
         return own.keys if isinstance(own, ComputeByShape) else self.code.code.function.batch_inputs
-
-    def choose_masks(self, batch: Batch, units: Callable[[Batch], Sequence[Batch]]) -> None:
-        """Run the forwards from now on as eager models would on this batch: attention without needless masks.
-
-        A uniform mini-batch decides as a whole, so that all ranks of a stage run the same code. A unit decides by
-        itself: another rank's units do not change this one's code.
-        """
-        if isinstance(self.compute, ComputeByShape):
-            self.compute.use_masks(units(batch))
-            return
-        for function in (self.code.code.function, self.code.half):
-            if function is not None and function.choice is not None:
-                function.choice.use(ones_among(batch, function.choice.inputs))
 
 
 ReadyStage = tuple[StageExecutor, InputRows]
@@ -621,7 +608,15 @@ class StageRunner:
         if own is None or not (executor.forwards or name == "whole"):
             yield executor, InputRows(())
             return
-        compiled.choose_masks(own, self.own_units)
+        # The forwards run as eager models would on this batch: attention without needless masks. A uniform mini-batch
+        # decides as a whole, so that all ranks of a stage run the same code. A unit decides by itself: another rank's
+        # units do not change this one's code.
+        if isinstance(compiled.compute, ComputeByShape):
+            compiled.compute.use_masks(self.own_units(own))
+        else:
+            for function in (compiled.code.code.function, compiled.code.half):
+                if function is not None and function.choice is not None:
+                    function.choice.use(ones_among(own, function.choice.inputs))
         with self._rows_of(own, compiled) as inputs:
             yield executor, inputs
 

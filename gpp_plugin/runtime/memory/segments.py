@@ -245,7 +245,10 @@ def _layout(
                 nodes=tuple(node.name for node in run),
                 values=new,
                 snapshots=snapshots.intersection(new),
-                is_random=any(_may_draw(node) for node in run),
+                # of an operator with a body it is not looked into whether that draws
+                is_random=any(
+                    is_random(n) or any(s.op == "get_attr" for s in n.all_input_nodes) for n in run
+                ),
             )
         )
     return SegmentLayout(
@@ -288,11 +291,6 @@ def _is_read(name: str, own: set[fx.Node], policy: MemoryPolicy) -> bool:
             if source not in written or node.users:
                 return True
     return False
-
-
-def _may_draw(node: fx.Node) -> bool:
-    """Return whether an operator draws random numbers; of one with a body this is not looked into."""
-    return is_random(node) or any(source.op == "get_attr" for source in node.all_input_nodes)
 
 
 def with_entries(module: fx.GraphModule, layouts: Mapping[int, SegmentLayout]) -> fx.GraphModule:

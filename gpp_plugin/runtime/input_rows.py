@@ -22,7 +22,6 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
-from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, OwnRows
@@ -127,26 +126,24 @@ class InputLink:
         batch: Batch,
         keys: Sequence[str],
         *,
-        stage: Stage,
-        rank: int,
-        num_micro_batches: int,
+        samples: Sequence[SampleRange],
         specs: Mapping[str, TensorSpec],
         dtype: torch.dtype | None,
     ) -> InputRows:
-        """Return the rows ``rank`` reads in each micro-batch of its stage, in the order of ``keys``.
+        """Return the rows that a rank reads in each micro-batch of its stage, in the order of ``keys``.
 
         All are contiguous, as in the capture: where an operator had to copy them first, autograd would keep the copy,
         and what a stage keeps would depend on how the user's batch lies in memory.
 
         Args:
+            samples: of each micro-batch, those of the rank.
             specs: the captured model inputs by batch key (their layouts).
             dtype: floating inputs are cast to it; None keeps them.
         """
         # Stage of micro-batches of 4 samples on 2 ranks, mini-batch 8: rank 1 of the stage reads samples 2..3 and 6..7.
         # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
-        samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
         columns = [_rows(batch, key, specs[key], samples) for key in keys]
-        return self._bring(columns, num_micro_batches, dtype)
+        return self._bring(columns, len(samples), dtype)
 
     def bring_units(
         self, units: Sequence[Batch], keys: Sequence[str], *, dtype: torch.dtype | None

@@ -202,7 +202,10 @@ class StageRunner:
         self._programs = programs
         self._windows = programs.windows
         self._stage: Stage = self.plan.stages[self.stage_index]
-        self._rank = programs.main.rank
+        rank, count = programs.main.rank, self.plan.num_micro_batches(self.stage_index)
+        self._samples = [self._stage.samples(micro_batch, rank) for micro_batch in range(count)]
+        if self._patterns is None:
+            assert not shared.reference.analysis.takes_whole_units, "whole units have patterns"
         self._make_places = make_places
         self._tensors: Mapping[str, Tensor] = {}
         self._hooks: StageHooks | None = None
@@ -264,8 +267,7 @@ class StageRunner:
     def own_units(self, batch: Batch) -> list[Batch]:
         """Return the units of this rank's micro-batches, in order; of some it may have nothing to run."""
         units = units_of(batch)
-        count = self.plan.num_micro_batches(self.stage_index)
-        return [units[self._stage.samples(m, self._rank).first_sample] for m in range(count)]
+        return [units[samples.first_sample] for samples in self._samples]
 
     def num_writes(self) -> int:
         """Return how often the stage's parameters and buffers were written; what is frozen never is by training."""
@@ -475,7 +477,6 @@ class StageRunner:
     def _key_of(self, batch: Batch) -> Key:
         """Return what executors for a mini-batch depend on."""
         if self._patterns is None:
-            assert not self._shared.reference.analysis.takes_whole_units, "whole units have patterns"
             return shape_key(batch, self.plan.mini_batch)
         if self._windows is None:
             patterns, _ = self._patterns.program(batch)
@@ -541,10 +542,10 @@ class StageRunner:
         # of the other units this rank has no tensors, and no messages; what a unit lacks of all is of no elements
         specs: list[Mapping[str, TensorSpec]] = [{}] * self.plan.mini_batch
         lacking = {name: nothing_of(name) for name in (*compute.received, *compute.outputs)}
-        for micro_batch, code in enumerate(codes):
+        for samples, code in zip(self._samples, codes, strict=True):
             if code is not None:
                 tensors = code.tensors if compute.is_alike else {**lacking, **code.tensors}
-                specs[self._stage.samples(micro_batch, self._rank).first_sample] = tensors
+                specs[samples.first_sample] = tensors
         # a rank that runs none of the units reduces and steps with the others
         nothing = ShapeCode(code=NO_CODE, half=None, tensors={})
         program = of_patterns.parts[self.stage_index]
@@ -628,9 +629,7 @@ class StageRunner:
         return self._input_link.slice_batch(
             batch,
             compiled.keys,
-            stage=self._stage,
-            rank=self._rank,
-            num_micro_batches=self.plan.num_micro_batches(self.stage_index),
+            samples=self._samples,
             specs=compiled.code.code.inputs,
             dtype=self._shared.dtype,
         )

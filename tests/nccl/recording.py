@@ -576,9 +576,10 @@ class RankJob:
                     self._links[stage].slice_batch(
                         batch,
                         list(batch),
-                        stage=plan.stages[stage],
-                        rank=self._rank,
-                        num_micro_batches=plan.num_micro_batches(stage),
+                        samples=[
+                            plan.stages[stage].samples(m, self._rank)
+                            for m in range(plan.num_micro_batches(stage))
+                        ],
                         specs=_ROWS,
                         dtype=torch.float32,
                     )

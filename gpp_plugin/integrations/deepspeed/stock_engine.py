@@ -319,12 +319,11 @@ class ChainRunner:
     def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> InputRows:
         """Return what this rank loads of each micro-batch."""
         setting = self.source.setting
+        stage = self.plan.stages[self.stage_index]
         return self._input_link.slice_batch(
             batch,
             code.chain.loads,
-            stage=self.plan.stages[self.stage_index],
-            rank=setting.rank,
-            num_micro_batches=count,
+            samples=[stage.samples(micro_batch, setting.rank) for micro_batch in range(count)],
             specs=code.specs,
             dtype=setting.dtype,
         )

@@ -2,7 +2,7 @@
 
 A send and a receive are posted where the program has them (a receive some receives early where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
-What a message holds (`payloads`) and where its rows come from (`routes`) is resolved at compile time. A program takes
+What a message holds and where its rows come from (`routes`) is resolved at compile time. A program takes
 over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the

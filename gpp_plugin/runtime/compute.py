@@ -301,7 +301,7 @@ class AutogradCompute:
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
-        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        roots, seeds = self._seed(parts, gradients)
         if self._activations is not None:
             self._activations.begin_backward(micro_batch)
         if self._versions is not None:
@@ -319,10 +319,8 @@ class AutogradCompute:
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the gradients of received tensors only."""
-        hooks = self._hooks
-        assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
-        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        roots, seeds = self._seed(parts, gradients)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
         if self._activations is not None:
             self._activations.begin_backward(micro_batch, is_whole=False)
@@ -371,7 +369,7 @@ class AutogradCompute:
         return counts
 
     def _seed(
-        self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float
+        self, parts: Sequence[_Part], gradients: Sequence[Tensor | None]
     ) -> tuple[list[Root], list[Tensor]]:
         """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
         # Of a loss stage with output y, whole: roots [loss, y], seeds [scale x share, dy]. In halves: roots [loss a,
@@ -379,7 +377,8 @@ class AutogradCompute:
         # mean over its own.
         roots: list[Root] = []
         seeds: list[Tensor] = []
-        seed = loss_scale * self._loss_share / len(parts)
+        assert self._hooks is not None, "a stage with backward tasks needs hooks"
+        seed = self._hooks.loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
             if part.loss is not None and part.loss.requires_grad:
                 if self._last_seed is None or self._last_seed[0] != seed:

@@ -62,20 +62,21 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
 
     Args:
         rows: micro-batch -> one tensor a key.
-        events: micro-batch -> the event behind its copies; empty where nothing is under way.
-        lent: buffers that are copied from, given back by `release`.
+        stream: copies them; None where nothing is under way.
+        events: micro-batch -> the event behind its copies.
+        lent: buffers that are copied from, given back to their pool by `release`.
     """
 
     def __init__(
         self,
         rows: Sequence[tuple[Tensor, ...]],
         *,
-        link: InputLink | None = None,
+        stream: CudaCopyStream | None = None,
         events: Sequence[Any] = (),
-        lent: Sequence[HostBuffer] = (),
+        lent: Sequence[tuple[HostPool, HostBuffer]] = (),
     ) -> None:
         self._rows = rows
-        self._link = link
+        self._stream = stream
         self._events = events
         self._lent = lent
 
@@ -84,10 +85,10 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if self._events and self._link is not None:
+        if self._events and self._stream is not None:
             asked = self._events[index]
             for event in asked if isinstance(index, slice) else (asked,):
-                self._link.wait(event)
+                self._stream.wait(event)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -101,10 +102,12 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
 
     def release(self) -> None:
         """Let go of rows that nobody took, and of the buffers; what is queued for computing later waits for copies."""
-        if self._link is not None and self._events:
-            self._link.wait(self._events[-1])
-            self._link.give_back(self._lent, self._events[-1])
-        self._link, self._events, self._lent = None, (), ()
+        if self._stream is not None and self._events:
+            self._stream.wait(self._events[-1])
+            for pool, buffer in self._lent:
+                buffer.read = self._events[-1]  # free when that is over
+                pool.give(buffer)
+        self._stream, self._events, self._lent = None, (), ()
 
 
 class InputLink:
@@ -169,18 +172,6 @@ class InputLink:
             return InputRows(_by_micro_batch([self._move(c, dtype) for c in columns], num_micro_batches))
         return self._copy_beside(columns, num_micro_batches, self._stream, dtype)
 
-    def wait(self, event: Any) -> None:
-        """Let what is computed from now on wait for a copy."""
-        assert self._stream is not None, "there are events only where there is a stream"
-        self._stream.wait(event)
-
-    def give_back(self, buffers: Sequence[HostBuffer], event: Any) -> None:
-        """Take buffers back, free when ``event`` is over."""
-        assert self._pool is not None
-        for buffer in buffers:
-            buffer.read = event
-            self._pool.give(buffer)
-
     def _move(self, column: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Return rows on the device, in the order given; what is the same for all micro-batches is moved once."""
         moved: dict[int, Tensor] = {}
@@ -206,7 +197,7 @@ class InputLink:
         stream.follow()
         # 2. Micro-batch by micro-batch: through page-locked memory where the rows are not in such already, which also
         #    casts and gathers them, and on. An event behind each, on one stream, so a later one covers those before.
-        lent: list[HostBuffer] = []
+        lent: list[tuple[HostPool, HostBuffer]] = []
         events: list[Any] = []
         queued: set[int] = set()
         for micro_batch in range(count):
@@ -218,7 +209,7 @@ class InputLink:
                     stream.copy(target, self._staged(part, target, stream, lent))
             events.append(stream.record())
         done = [[made[id(part)] for part in column] for column in columns]
-        return InputRows(_by_micro_batch(done, count), link=self, events=events, lent=lent)
+        return InputRows(_by_micro_batch(done, count), stream=stream, events=events, lent=lent)
 
     def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> Tensor:
         wanted = _wanted(part, dtype)
@@ -227,7 +218,7 @@ class InputLink:
         return torch.empty(part.shape, dtype=wanted, device=self._device)
 
     def _staged(
-        self, source: Tensor, target: Tensor, stream: CudaCopyStream, lent: list[HostBuffer]
+        self, source: Tensor, target: Tensor, stream: CudaCopyStream, lent: list[tuple[HostPool, HostBuffer]]
     ) -> Tensor:
         """Return the rows as they are to lie on the device, in page-locked memory."""
         if source.dtype == target.dtype and source.is_contiguous() and stream.is_direct(source):
@@ -237,7 +228,7 @@ class InputLink:
         buffer = self._pool.take(num_bytes)
         if buffer.read is not None:
             buffer.read.synchronize()  # the copy of an earlier mini-batch, over long ago
-        lent.append(buffer)
+        lent.append((self._pool, buffer))
         staged = buffer.data[:num_bytes].view(target.dtype).view(target.shape)
         return staged.copy_(source)
 

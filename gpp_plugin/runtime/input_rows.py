@@ -86,7 +86,7 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
     def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
     def __getitem__(self, index: int | slice) -> Any:
         if self._events and self._stream is not None:
-            asked = self._events[index]
+            asked: Any = self._events[index]
             for event in asked if isinstance(index, slice) else (asked,):
                 self._stream.wait(event)
         return self._rows[index]

@@ -297,12 +297,11 @@ class FailureBoard:
         key = f"{self._prefix}/first"
         record = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
         try:
-            found = self._store.compare_set(key, "", record)
-            self._take_first(found)
+            return self._take_first(self._store.compare_set(key, "", record))
         except (RuntimeError, ValueError):
             self._lose_store()
             self.first = self.first or failure
-        return self.first
+            return self.first
 
     def post_error(self, error: BaseException) -> FirstFailure:
         """Write an exception of this rank, where it is now."""
@@ -493,10 +492,11 @@ class FailureBoard:
         if self._has("first"):
             self._take_first(self._store.get(f"{self._prefix}/first"))
 
-    def _take_first(self, record: bytes) -> None:
+    def _take_first(self, record: bytes) -> FirstFailure:
         rank, stage, where, why = json.loads(record)
-        self.first = FirstFailure(rank=rank, stage=stage, where=where, why=why)
+        first = self.first = FirstFailure(rank=rank, stage=stage, where=where, why=why)
         self._set(f"seen/{self.rank}", 1)
+        return first
 
     def _look_for_deaths(self) -> None:
         """Write who of this host is gone without having said so."""

@@ -24,7 +24,8 @@ _MARK = "_gpp_plugin_original"
 
 MOVED = {
     "gpp_plugin.capture.attention": "gpp_plugin.capture.mask_values",
-    "gpp_plugin.collage.registered": "gpp_plugin.collage.candidates",
+    "gpp_plugin.collage.candidates": "gpp_plugin.collage.op_placement",
+    "gpp_plugin.collage.registered": "gpp_plugin.collage.op_placement",
     "gpp_plugin.demo.digits": "gpp_plugin.demo.clip",
     "gpp_plugin.doors": "gpp_plugin.plugins",
     "gpp_plugin.extensions": "gpp_plugin.plugins",

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner
     from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern
     from gpp_plugin.plan.request import PlanRequest
-    from gpp_plugin.runtime.messages.payloads import Payload
+    from gpp_plugin.runtime.messages.routes import Payload
 
 # The registry: planners, schedules, transports and backends by name, the plugin's own and those of other packages.
 #

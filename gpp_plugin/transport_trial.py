@@ -28,7 +28,7 @@ from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plugins import Pending, Post, Transport, TransportRequest, find_transport
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
-from gpp_plugin.runtime.messages.payloads import Payload, payloads_of
+from gpp_plugin.runtime.messages.routes import Payload, payloads_of
 from gpp_plugin.runtime.rank_programs import channels_of
 
 TIMEOUT_S = 60.0

@@ -39,7 +39,6 @@ from gpp_benchmarks._random_plans import Draw, forward_only_of, random_plan, wit
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport
-from gpp_plugin.runtime.compute import VersionedHooks
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -179,28 +178,28 @@ class DrawnRank:
     def make(self, program: RankProgram, place: ProgramPlace | None = None) -> StageExecutor:
         """Return what runs a program of one stage; all of a stage's share what computes."""
         index, network = program.stage, self._network
-        compute, hooks = self._made[index]
+        compute, versions = self._made[index]
         return StageExecutor(
             plan=self._draw.plan,
             program=program,
             compute=compute,
             specs=network.specs,
             transport=self._transport,
-            hooks=hooks,
+            hooks=self.hooks[index],
             device=torch.device("cpu"),
             loss=compute.outputs[-1] if network.stages[index].has_loss else None,
             place=place,
             local_transfers=self._local_transfers,
+            versions=versions,
         )
 
     def begin(self, program: RankProgram, versions: WeightVersions | None = None) -> None:
         """Make what computes a stage; ``program`` has all that it ever sends and receives."""
         own = self.hooks[program.stage]
-        hooks: Any = own if versions is None else VersionedHooks(own, versions)
-        compute: Any = stage_compute(self._network, program, own.parameters, hooks, versions=versions)
+        compute: Any = stage_compute(self._network, program, own.parameters, own, versions=versions)
         if self._longest_delay_s:
             compute = Delayed(compute, self._delays, self._longest_delay_s)
-        self._made[program.stage] = compute, hooks
+        self._made[program.stage] = compute, versions
 
     def versions(self, stage: int) -> WeightVersions | None:
         """Return the versions of a stage's weights in mode async; None where it trains nothing."""

@@ -24,7 +24,7 @@ from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.launch import emit_event, end_rank, real_time
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, Setting
 
 TIMEOUT_S = 120.0

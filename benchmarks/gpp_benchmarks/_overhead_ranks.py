@@ -35,11 +35,11 @@ from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 from gpp_plugin.relative_errors import tensor_error
-from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.messages.transport import make_transport
 from gpp_plugin.runtime.rank_programs import channels_of, make_programs
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.stage_module import StageModule, make_reference
+from gpp_plugin.runtime.stage_runner import RunnerContext
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
 from gpp_plugin.schedule.program_sets import RankPrograms
 

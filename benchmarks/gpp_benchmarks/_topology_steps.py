@@ -34,11 +34,11 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.graph.stage_graph import StageContext, StageGraph
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
-from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.messages.transport import make_transport
 from gpp_plugin.runtime.rank_programs import channels_of, make_programs
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+from gpp_plugin.runtime.stage_runner import RunnerContext
 from gpp_plugin.schedule.program_sets import RankPrograms
 
 Step = Callable[[], dict[str, Tensor]]

@@ -12,6 +12,7 @@ beside the model's.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from gpp_benchmarks._options import add_option
 from gpp_benchmarks._ranks import bench_ranks
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.runtime.messages.sockets import MOST_MESHED, opening_rounds
-from gpp_plugin.runtime.ranks.placement_of_ranks import packed_facts
+from gpp_plugin.runtime.ranks.placement_of_ranks import packed
 
 # What the start of a job asks of the job's store and of sockets, rank by rank: a model, no process runs.
 #
@@ -110,12 +111,11 @@ def placement_requests(job: Job, *, way: str) -> Requests:
         }
         for rank in range(job.num_ranks)
     ]
-    own, packed = packed_facts(facts)
-    n, told = job.num_ranks, sum(own)
+    n, told, of_all = job.num_ranks, sum(len(json.dumps(each)) for each in facts), len(packed(facts))
     if way == WAYS[0]:  # each writes one and waits for and reads n
         return Requests(requests=n + 2 * n * n, written=told, read=n * told)
     # rank 0 waits for n, reads them at once and writes all; the others wait for that and read it
-    return Requests(requests=n + 3 + 2 * (n - 1), written=told + packed, read=told + (n - 1) * packed)
+    return Requests(requests=n + 3 + 2 * (n - 1), written=told + of_all, read=told + (n - 1) * of_all)
 
 
 def process_requests(job: Job, *, way: str) -> Requests:

@@ -26,8 +26,14 @@ from gpp_plugin.backends.measured_backends import (
     time_in_turn,
 )
 from gpp_plugin.capture.tracing.clean import written_arguments
-from gpp_plugin.collage.candidates import Candidates, OperatorGroup, Placement, find_candidates, patterns_of
-from gpp_plugin.collage.op_placement import place_operators, search_placements
+from gpp_plugin.collage.op_placement import (
+    OperatorGroup,
+    Placement,
+    find_candidates,
+    patterns_of,
+    place_operators,
+    search_placements,
+)
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
@@ -282,19 +288,22 @@ class _Mixing:
         """Return the fastest mix, or the single backend where no mix is faster by more than noise."""
         # candidates -> cheapest sum (op level) -> search end to end (graph level) -> the winner against the best single
         # backend in turn: each step's times are only compared with each other.
-        found = find_candidates(self._graph, self._known)
-        usable = [group for group in found.groups if group.operators != self._graph.everything]
+        groups, unmatched = find_candidates(self._graph, self._known)
+        usable = [group for group in groups if group.operators != self._graph.everything]
         op_level = place_operators(self._graph, usable, self._cost_of, epsilon_us=self._switch_us())
-        singles = [own.backend for own in self._known if own.runs_any]
         searched = search_placements(
             self._graph,
-            op_level.placement,
+            op_level,
             self._time_of,
-            singles=singles,
+            singles=[own.backend for own in self._known if own.runs_any],
             libraries=self._libraries,
         )
-        notes = _notes(found, op_level.placement, len(searched.tried))
-        return self._against(single, searched.best, notes)
+        notes = [f"{what} {UNMATCHED}" for what in unmatched]
+        notes.append(
+            f"{len(groups)} groups of operators, op-level placement {' + '.join(op_level.backends)} in "
+            f"{len(op_level.groups)} groups, {len(searched)} placements measured end to end"
+        )
+        return self._against(single, searched[0], tuple(notes))
 
     def _against(self, single: StageBackend, best: Placement, notes: tuple[str, ...]) -> StageBackend:
         """Time a mix and the best single backend in turn; the mix must win by more than noise."""
@@ -350,12 +359,3 @@ class _Mixing:
         except BackendRefused:
             return None
         return self._times({"own": run}, rounds=3)["own"]
-
-
-def _notes(found: Candidates, op_level: Placement, num_tried: int) -> tuple[str, ...]:
-    lines = [f"{what} {UNMATCHED}" for what in found.unmatched]
-    lines.append(
-        f"{len(found.groups)} groups of operators, op-level placement {' + '.join(op_level.backends)} in "
-        f"{len(op_level.groups)} groups, {num_tried} placements measured end to end"
-    )
-    return tuple(lines)

@@ -43,7 +43,7 @@ from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, ones_among
 from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.stage_module import StageCode, StageFunction
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
@@ -329,9 +329,11 @@ def choose_backends(
                 user_module = "a module of yours, run as it is"
                 note = "its tensor ranks compute together" if has_tensor_ranks else user_module
                 return StageBackend(stage=stage, groups=torch_alone, notes=(note,))
-            return choose_backend(
-                requested, stage, lambda: code_of_stage(stage, code, weights, batch, samples, device), log
-            )
+
+            def code_of_stage() -> ForwardCode:
+                return forward_code(stage, code.function, weights, examples_of(code, batch, samples, device))
+
+            return choose_backend(requested, stage, code_of_stage, log)
 
         answers = exchange(choose, what=f"measuring backends of stage {stage!r}", group=group)
         found = next(answer for answer in answers if answer is not None)
@@ -427,26 +429,14 @@ def describe(chosen: StageBackend) -> str:
     return "; ".join((text, *refused, *chosen.notes))
 
 
-def code_of_stage(
-    stage: str,
-    code: StageCode,
-    weights: Sequence[Tensor],
-    batch: Batch,
-    samples: int | None,
-    device: torch.device,
-) -> ForwardCode:
-    """Return a stage's code with tensors like those that it will take: the sample batch's rows, or made up.
+def examples_of(code: StageCode, batch: Batch, samples: int | None, device: torch.device) -> list[Tensor]:
+    """Return tensors like those that a stage's code takes behind its weights: the sample batch's rows, or made up.
 
     Args:
         samples: of a micro-batch on one rank; None: as many as each tensor was described with.
     """
     # Time does not depend on values, and whether results are right is seen on a real micro-batch before the backend
     # takes over; but token ids must be there to be looked up, so zeros stand for what is received as whole numbers.
-    return forward_code(stage, code.function, weights, examples_of(code, batch, samples, device))
-
-
-def examples_of(code: StageCode, batch: Batch, samples: int | None, device: torch.device) -> list[Tensor]:
-    """Return tensors like those that a stage's code takes behind its weights; arguments as of `code_of_stage`."""
     function = code.function
     tensors = [_example(code.inputs[key], batch.get(key), samples, device) for key in function.batch_inputs]
     return tensors + [_example(code.tensors[name], None, samples, device) for name in function.received]

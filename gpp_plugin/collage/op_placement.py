@@ -13,10 +13,13 @@ in s, so that every state can run, and:
     one of them must wait for others                 any group may be next
 
 which reaches every placement that can run (the group of its frontier is next, or waits for some group that is ready).
-Deviation: at most ``most_states`` states of each size stay, the cheapest; `is_exact` says whether any was dropped.
+Deviation: at most ``most_states`` states of each size stay, the cheapest.
 
-Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, sections 2.4.2, Algorithm 1, and 2.4.3, figure 2.6)
-Tests: tests/collage/test_op_placement.py, tests/collage/test_graph_search.py
+The candidates are the groups that backends offer by their patterns and rules.
+
+Source: Collage (PACT 2022, arXiv 2111.00655; here by the thesis, sections 2.3, listing 1,
+    2.4.2, Algorithm 1, and 2.4.3, figure 2.6)
+Tests: tests/collage/test_op_placement.py, tests/collage/test_graph_search.py, tests/collage/test_patterns.py
 """
 
 from __future__ import annotations
@@ -24,25 +27,181 @@ from __future__ import annotations
 import heapq
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from gpp_plugin.collage.candidates import OperatorGroup, Placement, in_run_order
 from gpp_plugin.collage.operator_graph import OperatorGraph, bits, run_order
-from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern, generate_groups, match_pattern
+from gpp_plugin.errors import ExtensionError, PlanInfeasible
+from gpp_plugin.plugins import BACKENDS, find_backend
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorGroup:
+    """Operators that a backend runs as one.
+
+    Args:
+        operators: their set, as of `OperatorGraph`.
+    """
+
+    backend: str
+    operators: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Groups in an order in which they can run.
+
+    Args:
+        cost_us: by the costs of its groups, or as measured.
+    """
+
+    groups: tuple[OperatorGroup, ...]
+    cost_us: float
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Return the backends, each once, in the order of their first groups."""
+        return tuple(dict.fromkeys(group.backend for group in self.groups))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendPatterns:
+    """What one backend runs.
+
+    Args:
+        runs_any: any operators at all, so also the whole graph: what it cannot do is seen when it is built (Collage's
+            graph inference libraries).
+    """
+
+    backend: str
+    patterns: Sequence[OperatorPattern] = ()
+    rules: Sequence[BasePatternRule] = ()
+    runs_any: bool = False
+
+
+def find_candidates(
+    graph: OperatorGraph, backends: Iterable[BackendPatterns]
+) -> tuple[tuple[OperatorGroup, ...], list[str]]:
+    """Return the groups that backends offer on a graph, each once, and the patterns and rules that offer none.
+
+    Raises:
+        ExtensionError: a rule fails, or names a group that is not convex.
+    """
+    # Each pattern is tried at each operator as the one that makes its result; each rule grows groups of its own; a
+    # backend that runs anything is a candidate for each operator and for all of them together. What two patterns or
+    # rules of a backend both name is one candidate.
+    groups: dict[OperatorGroup, None] = {}
+    unmatched: list[str] = []
+    for own in backends:
+        for pattern in own.patterns:
+            matches = [match_pattern(pattern, graph, operator.key) for operator in graph.operators]
+            found = [OperatorGroup(own.backend, mask) for mask in matches if mask is not None]
+            groups.update(dict.fromkeys(found))
+            if not found:
+                unmatched.append(f"pattern {pattern} of backend {own.backend!r}")
+        for rule in own.rules:
+            found = [
+                OperatorGroup(own.backend, mask) for mask in generate_groups(rule, graph, backend=own.backend)
+            ]
+            groups.update(dict.fromkeys(found))
+            if not found:
+                unmatched.append(f"rule {type(rule).__name__} of backend {own.backend!r}")
+        if own.runs_any:
+            every = [1 << i for i in range(len(graph.operators))]
+            groups.update(
+                dict.fromkeys(OperatorGroup(own.backend, mask) for mask in (*every, graph.everything))
+            )
+    return tuple(groups), unmatched
+
+
+# What users say that backends run: `add_backend`, `add_backend_pattern` and `add_backend_pattern_rule`.
+#
+# They hold in the process that calls them; a package that always adds a backend has an entry point
+# (`gpp_plugin.plugins`).
+
+_PATTERNS: dict[str, list[OperatorPattern]] = defaultdict(list)
+_RULES: dict[str, list[BasePatternRule]] = defaultdict(list)
+
+
+def add_backend(name: str, backend: Any) -> None:
+    """Let a backend be used by this name in this process.
+
+    Args:
+        backend: an instance of a class derived from `gpp_plugin.plugins.Backend`.
+
+    Raises:
+        ExtensionError: the name is known already, or the object is no backend.
+    """
+    BACKENDS.add(name, backend)
+
+
+def add_backend_pattern(backend: str, pattern: OperatorPattern) -> None:
+    """Say that a backend runs what matches a pattern as one.
+
+    Raises:
+        ExtensionError: there is no such backend, or this is no pattern.
+    """
+    _check_known(backend)
+    if not isinstance(pattern, OperatorPattern):
+        raise ExtensionError(
+            f"backend {backend!r}: {type(pattern).__name__} is no pattern of an operator; begin with is_op(name)"
+        )
+    _PATTERNS[backend].append(pattern)
+
+
+def add_backend_pattern_rule(backend: str, pattern_rule: BasePatternRule) -> None:
+    """Say by a rule what a backend runs as one.
+
+    Raises:
+        ExtensionError: there is no such backend, or this is no rule.
+    """
+    _check_known(backend)
+    if not isinstance(pattern_rule, BasePatternRule):
+        raise ExtensionError(
+            f"backend {backend!r}: {type(pattern_rule).__name__} is no rule; give an instance of a class derived from "
+            "gpp_plugin.BasePatternRule"
+        )
+    _RULES[backend].append(pattern_rule)
+
+
+def patterns_of(name: str) -> BackendPatterns:
+    """Return all that a backend runs: what it says itself, and what was added.
+
+    Raises:
+        ExtensionError: there is no such backend.
+    """
+    backend = find_backend(name)
+    return BackendPatterns(
+        backend=name,
+        patterns=(*backend.patterns, *_PATTERNS[name]),
+        rules=(*backend.pattern_rules, *_RULES[name]),
+        runs_any=backend.is_graph_library,
+    )
+
+
+def forget(name: str) -> None:
+    """Forget what was added of a backend: its patterns and rules, and itself unless it is built in or a package's."""
+    BACKENDS.remove(name)
+    _PATTERNS.pop(name, None)
+    _RULES.pop(name, None)
+
+
+def _check_known(backend: str) -> None:
+    if backend not in BACKENDS:
+        raise ExtensionError(
+            f"no backend {backend!r}{BACKENDS.suggestion(backend)}; add it first with gpp_plugin.add_backend, or give "
+            f"one of {', '.join(BACKENDS.names())}"
+        )
+
+
+# Op-level placement (Algorithm 1).
 
 MOST_STATES = 4096
 
 Measurer = Callable[[OperatorGroup], float | None]
 """Returns microseconds, or None for a group that the backend cannot run after all."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpPlacement:
-    """The placement found, and whether nothing cheaper can exist by these costs."""
-
-    placement: Placement
-    is_exact: bool
 
 
 @dataclass(slots=True)
@@ -59,7 +218,7 @@ def place_operators(
     *,
     epsilon_us: float = 0.0,
     most_states: int = MOST_STATES,
-) -> OpPlacement:
+) -> Placement:
     """Return the cheapest placement by the sum of its groups' costs.
 
     Args:
@@ -83,14 +242,12 @@ def place_operators(
     states = {0: _State(0.0, 0, None)}
     followed: dict[int, int] = defaultdict(int)  # states followed so far, by their size
     queue: list[tuple[int, float, int]] = [(0, 0.0, 0)]
-    is_exact = True
     while queue:
         size, cost, placed = heapq.heappop(queue)
         if cost > states[placed].cost or placed == graph.everything:
             continue  # reached more cheaply since it was put there
         followed[size] += 1
         if followed[size] > most_states:
-            is_exact = False
             continue
         for group in _next_groups(graph, candidates, holding, needs, placed):
             if group not in costs:
@@ -104,7 +261,12 @@ def place_operators(
                 heapq.heappush(queue, (grown.bit_count(), total, grown))
     if graph.everything not in states:
         _refuse(graph, holding, costs)
-    return OpPlacement(placement=_followed_back(graph, states), is_exact=is_exact)
+    groups: list[OperatorGroup] = []
+    state = states[graph.everything]
+    while state.group is not None:
+        groups.append(state.group)
+        state = states[state.before]
+    return Placement(groups=tuple(reversed(groups)), cost_us=states[graph.everything].cost)
 
 
 def _next_groups(
@@ -123,15 +285,6 @@ def _next_groups(
     if all(not needs[group] & ~placed for group in own):
         return own
     return [group for group in candidates if not (group.operators & placed or needs[group] & ~placed)]
-
-
-def _followed_back(graph: OperatorGraph, states: dict[int, _State]) -> Placement:
-    groups: list[OperatorGroup] = []
-    state = states[graph.everything]
-    while state.group is not None:
-        groups.append(state.group)
-        state = states[state.before]
-    return Placement(groups=tuple(reversed(groups)), cost_us=states[graph.everything].cost)
 
 
 def _refuse(
@@ -183,14 +336,6 @@ class SearchSettings:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Searched:
-    """The fastest placement, with its time, and all that were measured, in that order."""
-
-    best: Placement
-    tried: tuple[Placement, ...]
-
-
 def search_placements(
     graph: OperatorGraph,
     op_level: Placement,
@@ -198,15 +343,13 @@ def search_placements(
     *,
     singles: Sequence[str],
     libraries: Sequence[str],
-    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
     settings: SearchSettings | None = None,
-) -> Searched:
-    """Return the fastest placement that the search visits, by end-to-end measurements.
+) -> tuple[Placement, ...]:
+    """Return the placements that the search measures end to end, the fastest first.
 
     Args:
         singles: backends that may run the whole graph, the first one the fallback.
         libraries: backends that operators may run on.
-        can_run: whether a library takes a group.
 
     Raises:
         ValueError: not one of the seeds could be measured.
@@ -234,14 +377,14 @@ def search_placements(
 
     def time_of(digits: tuple[int, ...]) -> float:
         libraries_of = dict(zip(places, digits, strict=True))
-        return try_placement(decode(graph, op_level, libraries_of, libraries, can_run))
+        return try_placement(decode(graph, op_level, libraries_of, libraries))
 
     if places and libraries:
         _evolve(len(places), len(libraries), time_of, numbers, settings)
     measured = sorted((p for p in tried.values() if p is not None), key=lambda p: p.cost_us)
     if not measured:
         raise ValueError("no placement could be measured, not even of a single backend")
-    return Searched(best=measured[0], tried=tuple(measured))
+    return tuple(measured)
 
 
 def _evolve(
@@ -282,11 +425,7 @@ def _evolve(
 
 
 def decode(
-    graph: OperatorGraph,
-    op_level: Placement,
-    digits: dict[int, int],
-    libraries: Sequence[str],
-    can_run: Callable[[OperatorGroup], bool] = lambda group: True,
+    graph: OperatorGraph, op_level: Placement, digits: dict[int, int], libraries: Sequence[str]
 ) -> Placement:
     """Return the placement that digits stand for: by position of an operator, 0 or the number of its library.
 
@@ -304,14 +443,14 @@ def decode(
             groups.append(group)
         else:
             groups += [OperatorGroup(group.backend, 1 << i) for i in bits(rest)]
-    return in_run_order(graph, _merged(graph, groups, libraries, can_run), 0.0)
+    groups = _merged(graph, groups, libraries)
+    order = run_order(graph, [group.operators for group in groups])
+    assert len(order) == len(groups), "groups wait for each other"
+    return Placement(groups=tuple(groups[i] for i in order), cost_us=0.0)
 
 
 def _merged(
-    graph: OperatorGraph,
-    groups: list[OperatorGroup],
-    libraries: Sequence[str],
-    can_run: Callable[[OperatorGroup], bool],
+    graph: OperatorGraph, groups: list[OperatorGroup], libraries: Sequence[str]
 ) -> list[OperatorGroup]:
     """Join groups of one library that touch, in the graph's order, where what comes of it can run."""
     # Greedy, in the graph's order: each group joins the first earlier one of its library that it reads from. Whether
@@ -325,7 +464,7 @@ def _merged(
             if group.backend not in libraries or other.backend != group.backend:
                 continue
             touches = graph.needs(group.operators) & other.operators
-            if not touches or not graph.is_convex(joined.operators) or not can_run(joined):
+            if not touches or not graph.is_convex(joined.operators):
                 continue
             trial = [*merged[:place], joined, *merged[place + 1 :]]
             masks = [each.operators for each in (*trial, *rest)]

@@ -108,13 +108,6 @@ def bits(mask: int) -> Iterable[int]:
         mask ^= low
 
 
-def is_acyclic_cover(graph: OperatorGraph, groups: Sequence[int]) -> bool:
-    """Return whether sets of operators are a placement: each operator in one, and the sets in some order."""
-    if sum(groups) != graph.everything or any(a & b for i, a in enumerate(groups) for b in groups[i + 1 :]):
-        return False
-    return len(run_order(graph, groups)) == len(groups)
-
-
 def run_order(graph: OperatorGraph, groups: Sequence[int]) -> list[int]:
     """Return the order in which disjoint sets can run, by their index; those that wait for each other are left out."""
     order: list[int] = []

@@ -31,7 +31,7 @@ from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, init
 from gpp_plugin.integrations.deepspeed.learning_rates import LearningRates, StageParameterGroups
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.materialize import resident_bytes
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 
 _REFUSAL_S = 10.0
 """How long the other ranks wait while rank 0 reports why a mode is refused."""
@@ -278,7 +278,7 @@ def _commands(path: str, collectives: Collectives) -> Iterator[dict[str, Any]]:
     stream = open(path, encoding="utf-8") if os.environ["RANK"] == "0" else None  # noqa: SIM115
     while True:
         own = json.loads(stream.readline() or "{}") if stream is not None else None
-        command = collectives.tell(own, source=0, what="the next command")
+        command = collectives.broadcast(own, source=0, what="the next command")
         if not command:
             return
         yield command
@@ -320,7 +320,7 @@ def main() -> None:
         group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=settings.timeout_s))
     who = f"rank {os.environ['RANK']}"
     collectives = Collectives(group=group, who=who, timeout_s=settings.timeout_s)
-    collectives.meet("a measured step")
+    collectives.barrier("a measured step")
     if is_first:
         emit_event(ready=True, **trainer.facts())
     for command in _commands(fifo, collectives):
@@ -334,7 +334,7 @@ def _run_command(
 ) -> dict[str, Any]:
     # By number, not by a stream: every mode trains on the same batch in the same step, however often it runs.
     batch = built.batch_at(command["step"])
-    collectives.meet("a measured step")
+    collectives.barrier("a measured step")
     if command["measure"] == "bubble":
         return {"bubble": trainer.bubble(batch)}
     if command["measure"] == "memory":

@@ -163,12 +163,12 @@ def _run_zeros(
     )
     found = []
     for _ in range(2):
-        rank.meet("the beginning of a step of zeros")
+        rank.barrier("the beginning of a step of zeros")
         start = time.perf_counter()
         rank.iterate()
         if placement.device_type == "cuda":
             torch.cuda.synchronize(placement.own_device)
-        rank.meet("the end of a step of zeros")
+        rank.barrier("the end of a step of zeros")
         found.append((time.perf_counter() - start) * 1e3)
     return found
 

@@ -81,11 +81,10 @@ from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
 from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
-from gpp_plugin.runtime.ranks.agree import Collectives, do_together
+from gpp_plugin.runtime.ranks.collectives import Collectives, collective_timeout_s, do_together
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import watched_calls
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Reference, Shell, StageModule
 
@@ -668,7 +667,7 @@ class GraphPipelineEngine(PipelineSurface):
             self._files.wait()
         self._is_destroyed = True
         self._runner.failure = "its engine was destroyed"
-        self._collectives.meet("the end")  # what others still send arrives before its group is destroyed
+        self._collectives.barrier("the end")  # what others still send arrives before its group is destroyed
         self._evaluator.close()
         if self._generator is not None:
             self._generator.close()

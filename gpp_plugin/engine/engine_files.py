@@ -70,11 +70,10 @@ from gpp_plugin.ir.block_graph import Parameter, is_carried
 from gpp_plugin.ir.serialize import parse_json
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
-from gpp_plugin.runtime.ranks.agree import Collectives, do_together
 from gpp_plugin.runtime.ranks.agreement import WEIGHT as OF_WEIGHT
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
+from gpp_plugin.runtime.ranks.collectives import Collectives, do_together, finish
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.ranks.waiting import finish
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
-from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
+from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
 
 # Gradients of one type in one buffer that lasts as long as the job: autograd adds to its views.
 #

@@ -46,7 +46,7 @@ from gpp_plugin.runtime.batches import (
     units_of,
 )
 from gpp_plugin.runtime.memory.counting import storage_bytes
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting

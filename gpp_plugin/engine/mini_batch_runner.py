@@ -39,7 +39,6 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
 from gpp_plugin.runtime.batches import Batch, UnitBatch, lately, take_samples, units_of
-from gpp_plugin.runtime.code_by_shape import RunnerContext
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
     EvaluationPart,
@@ -52,10 +51,11 @@ from gpp_plugin.runtime.rank_programs import (
     tied_stages,
 )
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Collectives, do_together, exchange
 from gpp_plugin.runtime.ranks.agreement import agree, fingerprint_of
+from gpp_plugin.runtime.ranks.collectives import Collectives, do_together, exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference, StageForwards, StageModule
+from gpp_plugin.runtime.stage_runner import RunnerContext
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch

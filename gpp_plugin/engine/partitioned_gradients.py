@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.engine.gradient_store import SUMMED, GradientBuffer, GradientStore, Summand, sum_over
-from gpp_plugin.runtime.ranks.waiting import all_reduce
+from gpp_plugin.runtime.ranks.collectives import all_reduce
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

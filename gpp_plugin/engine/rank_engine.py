@@ -48,7 +48,7 @@ from gpp_plugin.engine.stage_step import (
 )
 from gpp_plugin.errors import ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 
 
 class StageEngine:

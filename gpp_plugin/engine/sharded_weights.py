@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.runtime.ranks.waiting import all_gather, begin_all_gather
+from gpp_plugin.runtime.ranks.collectives import all_gather, begin_all_gather
 
 GATHERED = "the gather of a stage's parameters"
 """What ranks wait for in it, in errors."""

@@ -36,7 +36,7 @@ from gpp_plugin.engine.stage_groups import (
 )
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.runtime.ranks.waiting import all_reduce
+from gpp_plugin.runtime.ranks.collectives import all_reduce
 
 LARGEST_DIFFERENCE = 1e-2
 """Between a duplicate's gradient norms on two tensor ranks, over the larger one; parts of a sum differ by more."""

@@ -28,9 +28,10 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.backends.compiled_blocks import BlockCompiler, CutCode, compare_results, run_both
+from gpp_plugin.backends.forward_code import ForwardCode, forward_code
 from gpp_plugin.backends.measured_backends import BackendLog, place_key, time_in_turn
 from gpp_plugin.backends.place_forward import LEAST_GAIN
-from gpp_plugin.backends.stage_backends import Asked, choose_backend, code_of_stage
+from gpp_plugin.backends.stage_backends import Asked, choose_backend, examples_of
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
@@ -388,13 +389,13 @@ class StageTrials:
         if code.function.module is None and code.function.choice is None:
             return None
         weights = [self._weight(name) for name in code.function.tensors]
+
+        def make_code() -> ForwardCode:
+            tensors = examples_of(code, self._batch, samples, device)
+            return forward_code(stage.name, code.function, weights, tensors)
+
         with restored_streams(device):
-            return choose_backend(
-                self._requested,
-                stage.name,
-                lambda: code_of_stage(stage.name, code, weights, self._batch, samples, device),
-                self._log,
-            )
+            return choose_backend(self._requested, stage.name, make_code, self._log)
 
     def _weight(self, name: str) -> Tensor:
         """Return a weight as the stage will have it; one that is loaded later, random: time does not depend on it."""

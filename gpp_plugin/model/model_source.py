@@ -80,8 +80,8 @@ from gpp_plugin.report.progress import shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_programs import held_tensors
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import Collectives, call_on_rank_zero, exchange
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.runtime.ranks import collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.stage_module import (
     Reference,
     StageModule,
@@ -178,7 +178,7 @@ class ModelSource:
                 num_ranks=setting.num_ranks,
                 loss_unit=setting.sizes.loss_unit,
                 seed=config.seed,
-                timeout_s=collective_timeout_s(None, config.comm_timeout_s),
+                timeout_s=collectives.collective_timeout_s(None, config.comm_timeout_s),
                 granularity=config.granularity,
                 eager=config.eager,
             )
@@ -206,10 +206,10 @@ class ModelSource:
             refuse_split(plan, own)
             return compiled.noted(plan)
 
-        plan = call_on_rank_zero(
+        plan = collectives.call_on_rank_zero(
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
-        job.set_timeout(collective_timeout_s(plan, config.comm_timeout_s))
+        job.set_timeout(collectives.collective_timeout_s(plan, config.comm_timeout_s))
         for line in describe_whole(reference, plan) if setting.rank == 0 else ():
             logger.info("%s", line)
         return reference, plan
@@ -365,7 +365,7 @@ class ModelSource:
             if self._setting.rank == 0:
                 check_files(_captured(self._model), self._config)
 
-        exchange(look, what="a look at the files", group=self._setting.group)
+        collectives.exchange(look, what="a look at the files", group=self._setting.group)
 
     def _sample_counts(self) -> dict[str, Sequence[int]]:
         """Return at which numbers of samples each stage is timed: what its micro-batches may be.

@@ -27,7 +27,7 @@ from gpp_plugin.model.graph.captured_part import CapturedPart, owner_of_block
 from gpp_plugin.model.materialize import release_parameters
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, joined_module
 from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.cluster import Link
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 NVLINK, PCIE, HOST_MEMORY, NETWORK = "NVLink", "PCIe", "host memory", "network"

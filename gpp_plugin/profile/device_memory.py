@@ -35,7 +35,7 @@ from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.profile.device_links import MESSAGE_BYTES
 from gpp_plugin.profile.machine import COPY_BYTES, reached_speeds, seconds_of
 from gpp_plugin.report.units import format_bytes
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 # What one device of a machine reaches, type by type, and what its ranks reach together: the entries of a cluster file.

@@ -37,7 +37,7 @@ from gpp_plugin.profile.device_links import (
 )
 from gpp_plugin.profile.device_memory import DeviceMemory, MeasuredCommunicator, measure_memory
 from gpp_plugin.profile.machine import CUDA_LINK, host_bytes, make_device, processor_name, reached_speeds
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 logger = logging.getLogger(__name__)

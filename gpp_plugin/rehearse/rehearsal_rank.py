@@ -37,11 +37,10 @@ from gpp_plugin.rehearse.rehearsal import (
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
-from gpp_plugin.runtime.messages.payloads import held_shape
+from gpp_plugin.runtime.messages.routes import held_shape
 from gpp_plugin.runtime.rank_programs import channels_of
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, begin_all_gather
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
-from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.schedule.event_loop import Durations, duration_reader
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, lower_prefetch
@@ -342,9 +341,9 @@ class RehearsalRank:
         }
         self._executor = RankExecutor(own, local_transfers=local_transfers, step=self._step)
 
-    def meet(self, what: str) -> None:
+    def barrier(self, what: str) -> None:
         """Wait for all ranks; ``what`` is the occasion, for errors."""
-        self._collectives.meet(what)
+        self._collectives.barrier(what)
 
     def iterate(self) -> None:
         """Run one mini-batch; of an asynchronous plan as many as fill the pipeline and some more, and empty it."""
@@ -470,7 +469,7 @@ def main() -> None:
         if timeline is not None and step >= 0:
             save(timeline, folder / f"timeline{step}.json")
             emit_event(event="step", step=step, iteration_us=timeline.iteration_us)
-    rank.meet("the end of the rehearsal")
+    rank.barrier("the end of the rehearsal")
     end_rank()
 
 

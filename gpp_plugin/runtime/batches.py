@@ -52,13 +52,7 @@ def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) ->
     taken: list[Batch] = [check_batch(next(iterator))]
     total = count(taken[0])
     while total < mini_batch:
-        try:
-            taken.append(check_batch(next(iterator)))
-        except StopIteration:
-            raise ConfigError(
-                f"the data iterator ended after {total} of train_batch_size={mini_batch} samples; drop the last "
-                "incomplete mini-batch or repeat the data"
-            ) from None
+        taken.append(_following(iterator, f"{total} of train_batch_size={mini_batch} samples; {_REPEAT}"))
         total += count(taken[-1])
     if total != mini_batch:
         raise ConfigError(
@@ -66,6 +60,21 @@ def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) ->
             f"train_batch_size={mini_batch}; choose a loader batch size that divides it"
         )
     return join_batches(taken)
+
+
+_REPEAT = "drop the last incomplete mini-batch or repeat the data"
+
+
+def _following(iterator: Iterator[Any], ended: str) -> Batch:
+    """Return a batch behind the first.
+
+    Raises:
+        ConfigError: there is none, or it is no batch; ``ended`` says after what, and what to do.
+    """
+    try:
+        return check_batch(next(iterator))
+    except StopIteration:
+        raise ConfigError(f"the data iterator ended after {ended}") from None
 
 
 def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
@@ -77,14 +86,8 @@ def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
     """
     iterator = iter(items)
     units = [check_batch(next(iterator))]
-    for _ in range(count - 1):
-        try:
-            units.append(check_batch(next(iterator)))
-        except StopIteration:
-            raise ConfigError(
-                f"the data iterator ended after {len(units)} of graph_pipeline.units={count} items; drop the last "
-                "incomplete mini-batch or repeat the data"
-            ) from None
+    while len(units) < count:
+        units.append(_following(iterator, f"{len(units)} of graph_pipeline.units={count} items; {_REPEAT}"))
     return units
 
 
@@ -333,13 +336,11 @@ def collect_whole_units(batches: Iterable[Any], num_units: int, num_samples: int
     iterator = iter(batches)
     units = _cut_into_units(check_batch(next(iterator)), num_units, num_samples)
     while len(units) < num_units:
-        try:
-            units.append(check_batch(next(iterator)))
-        except StopIteration:
-            raise ConfigError(
-                f"the data iterator ended after {len(units)} of {num_units} batches of a mini-batch; this model takes "
-                "whole loss units: give one batch of train_micro_batch_size_per_gpu samples for each"
-            ) from None
+        ended = (
+            f"{len(units)} of {num_units} batches of a mini-batch; this model takes whole loss units: give one batch "
+            "of train_micro_batch_size_per_gpu samples for each"
+        )
+        units.append(_following(iterator, ended))
     for unit in units:
         rows = _rows_of_all(unit)
         if rows is not None and rows != num_samples:

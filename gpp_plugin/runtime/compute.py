@@ -52,30 +52,6 @@ class StageHooks(Protocol):
         """Agree on norm and overflow with all ranks; update, or skip."""
 
 
-class VersionedHooks:
-    """A stage's optimizer side, whose updates make a new version of the weights."""
-
-    def __init__(self, hooks: StageHooks, versions: WeightVersions) -> None:
-        self._hooks = hooks
-        self._versions = versions
-        self.accumulate = hooks.accumulate
-        self.begin_reduction = hooks.begin_reduction
-        self.reduce_data = hooks.reduce_data
-        self.reduce_tied = hooks.reduce_tied
-
-    @property
-    def loss_scale(self) -> float:
-        """Return the factor of every loss's seed gradient."""
-        return self._hooks.loss_scale
-
-    def step(self) -> object:
-        """Update the newest weights."""
-        self._versions.begin_update()
-        result = self._hooks.step()
-        self._versions.end_update()
-        return result
-
-
 class StageWeights(Protocol):
     """A stage's parameters, of which this rank holds a part, and all of them between `gather` and `free` (ZeRO 3)."""
 
@@ -325,7 +301,7 @@ class AutogradCompute:
         hooks = self._hooks
         assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
-        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        roots, seeds = self._seed(parts, gradients)
         if self._activations is not None:
             self._activations.begin_backward(micro_batch)
         if self._versions is not None:
@@ -343,10 +319,8 @@ class AutogradCompute:
 
     def input_gradient(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Return the gradients of received tensors only."""
-        hooks = self._hooks
-        assert hooks is not None, "a stage with backward tasks needs hooks"
         parts = self._kept.pop(micro_batch)
-        roots, seeds = self._seed(parts, gradients, hooks.loss_scale)
+        roots, seeds = self._seed(parts, gradients)
         leaves = list({id(leaf): leaf for part in parts for leaf in part.leaves}.values())
         if self._activations is not None:
             self._activations.begin_backward(micro_batch, is_whole=False)
@@ -395,7 +369,7 @@ class AutogradCompute:
         return counts
 
     def _seed(
-        self, parts: Sequence[_Part], gradients: Sequence[Tensor | None], loss_scale: float
+        self, parts: Sequence[_Part], gradients: Sequence[Tensor | None]
     ) -> tuple[list[Root], list[Tensor]]:
         """Return what the backward starts from, and with which gradients: of the loss, and of outputs."""
         # Of a loss stage with output y, whole: roots [loss, y], seeds [scale x share, dy]. In halves: roots [loss a,
@@ -403,11 +377,17 @@ class AutogradCompute:
         # mean over its own.
         roots: list[Root] = []
         seeds: list[Tensor] = []
-        seed = loss_scale * self._loss_share / len(parts)
+        assert self._hooks is not None, "a stage with backward tasks needs hooks"
+        seed = self._hooks.loss_scale * self._loss_share / len(parts)
         for half, part in enumerate(parts):
             if part.loss is not None and part.loss.requires_grad:
+                if self._last_seed is None or self._last_seed[0] != seed:
+                    self._last_seed = (
+                        seed,
+                        torch.full_like(part.loss, seed),
+                    )  # the same as long as its number is
                 roots.append(part.loss)
-                seeds.append(self._loss_seed(part.loss, seed))
+                seeds.append(self._last_seed[1])
             for name, root, gradient in zip(self.gradient_outputs, part.roots, gradients, strict=True):
                 if gradient is None:
                     continue
@@ -419,12 +399,6 @@ class AutogradCompute:
                 roots.append(root)
                 seeds.append(gradient)
         return roots, seeds
-
-    def _loss_seed(self, loss: Tensor, value: float) -> Tensor:
-        """Return a loss's gradient, the same tensor as long as it is the same number."""
-        if self._last_seed is None or self._last_seed[0] != value:
-            self._last_seed = value, torch.full_like(loss, value)
-        return self._last_seed[1]
 
     def _axis(self, name: str) -> int:
         assert self._halves is not None
@@ -492,22 +466,15 @@ class Boundary(NamedTuple):
         columns = zip(*parts, strict=True)
         return cls(*(tuple(dict.fromkeys(itertools.chain.from_iterable(names))) for names in columns))
 
-
-class Places(NamedTuple):
-    """Where what one unit's code takes and returns stands among all that passes the boundary (`Boundary`)."""
-
-    keys: tuple[int, ...]
-    received: tuple[int, ...]
-    outputs: tuple[int, ...]
-    gradient_outputs: tuple[int, ...]
-    gradient_inputs: tuple[int, ...]
-
-    @classmethod
-    def within(cls, whole: Boundary, part: Boundary) -> Places | None:
-        """Return the places of a part; None where it is the whole."""
-        if whole == part:
+    def places_of(self, part: Boundary) -> Places | None:
+        """Return where what one unit's code takes and returns stands among all of this; None where it is all."""
+        if part == self:
             return None
-        return cls(*(tuple(map(all_of.index, own)) for all_of, own in zip(whole, part, strict=True)))
+        return tuple(tuple(map(all_of.index, own)) for all_of, own in zip(self, part, strict=True))
+
+
+Places = tuple[tuple[int, ...], ...]
+"""Positions of what `Boundary` names, in its order."""
 
 
 class ComputeByShape:
@@ -551,7 +518,7 @@ class ComputeByShape:
         self.is_alike = all(part == whole for part in parts)
         self.received, self.outputs = whole.received, whole.outputs
         self.gradient_outputs, self.gradient_inputs = whole.gradient_outputs, whole.gradient_inputs
-        self._places = tuple(None if part is None else Places.within(whole, part) for part in parts)
+        self._places = tuple(None if part is None else whole.places_of(part) for part in parts)
         self._computes = tuple(computes)
         self._choices = tuple(None if function is None else function.choice for function in functions)
         self._ones: Sequence[frozenset[str]] = ()
@@ -584,8 +551,9 @@ class ComputeByShape:
         places = self._places[micro_batch % self._count]
         if places is None:
             return run(micro_batch, gradients)
-        found = run(micro_batch, [gradients[place] for place in places.gradient_outputs])
-        return _spread(found, places.gradient_inputs, len(self.gradient_inputs))
+        *_, outputs, inputs = places
+        found = run(micro_batch, [gradients[place] for place in outputs])
+        return _spread(found, inputs, len(self.gradient_inputs))
 
     def forward(
         self, micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
@@ -594,13 +562,10 @@ class ComputeByShape:
         compute, places = self._of(micro_batch), self._places[micro_batch % self._count]
         if places is None:
             return compute.forward(micro_batch, half, inputs, received)
-        made = compute.forward(
-            micro_batch,
-            half,
-            [inputs[place] for place in places.keys],
-            [received[place] for place in places.received],
-        )
-        return _spread(made, places.outputs, len(self.outputs))
+        read, taken, returned, *_ = places
+        own = [inputs[place] for place in read]
+        made = compute.forward(micro_batch, half, own, [received[place] for place in taken])
+        return _spread(made, returned, len(self.outputs))
 
     def backward(self, micro_batch: int, gradients: Sequence[Tensor | None]) -> Sequence[Tensor]:
         """Add up the gradients of parameters and return those of received tensors."""
@@ -621,16 +586,6 @@ class ComputeByShape:
         for compute in self._computes:
             if compute is not None:
                 compute.clear()
-
-    def start_counting(self, together: HeldTogether | None = None) -> None:
-        """Count what is kept; all units have one shape then, that of the sample batch (`MemoryWatch.is_due`)."""
-        assert self._computes[0] is not None
-        self._computes[0].start_counting(together)
-
-    def stop_counting(self) -> MemoryCounts | None:
-        """Count no longer, and return what was counted."""
-        assert self._computes[0] is not None
-        return self._computes[0].stop_counting()
 
 
 def _spread(tensors: Sequence[Tensor], places: Sequence[int], count: int) -> Sequence[Tensor]:

@@ -37,12 +37,12 @@ from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.runtime.batches import lately
 from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, has_backwards
 from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
-from gpp_plugin.runtime.messages.payloads import BoundarySpecs
-from gpp_plugin.runtime.messages.routes import Reading, Routes, resolve_routes
+from gpp_plugin.runtime.messages.routes import BoundarySpecs, Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
 
 MOST_EXECUTORS = 64
@@ -72,12 +72,6 @@ class MiniBatchResult:
     most_bytes: int = 0
     message_bytes: int = 0
 
-    @property
-    def memory(self) -> MemoryCounts | None:
-        """Return what the rank's one stage kept, if it was counted."""
-        assert len(self.memories) <= 1, "several stages have counts of their own"
-        return next(iter(self.memories.values()), None)
-
 
 Step = Callable[[], None]
 
@@ -99,6 +93,7 @@ class StageExecutor:
         known: routes of the same program and place at other shapes.
         local_transfers: shared by the stages of the rank; None where it holds one.
         weights: what gathers the stage's parameters; None for a program that gathers none.
+        versions: of them in mode async, where the stage's step makes a new one.
     """
 
     def __init__(
@@ -119,6 +114,7 @@ class StageExecutor:
         known: Routes | None = None,
         local_transfers: LocalTransfers | None = None,
         weights: StageWeights | None = None,
+        versions: WeightVersions | None = None,
     ) -> None:
         # Everything that can be known before the first mini-batch is known here: tensors have positions, messages
         # numbers, tasks slots, and each instruction becomes one closure over those. Running the program is calling a
@@ -126,9 +122,11 @@ class StageExecutor:
         self._program = program
         self._rank = program.rank
         self._stage = plan.stages[program.stage]
+        self.stage_name = self._stage.name
         self._compute = compute
         self._hooks = hooks
         self._weights = weights
+        self._versions = versions
         self._device = device
         # Tensor ranks have the same losses and outputs: the first one reports them.
         is_first = self._stage.position(self._rank)[1] == 0
@@ -169,7 +167,8 @@ class StageExecutor:
             local_transfers=local_transfers or LocalTransfers(),
         )
         tasks = (i.task for i in program.instructions if i.task is not None)
-        self._forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
+        self.forwards = sorted({t.micro_batch for t in tasks if t.kind is TaskKind.FORWARD})
+        """The micro-batches whose forwards the program runs, which read rows of a mini-batch."""
         self._made: dict[int, Sequence[Tensor]] = {}
         self._gathering: Callable[[], None] | None = None
         self._inputs: Sequence[Sequence[Tensor]] = ()
@@ -188,7 +187,14 @@ class StageExecutor:
         for instruction in self._program.instructions:
             if instruction.kind is InstructionKind.COMPUTE:
                 assert instruction.task is not None
-                step = self._compile_task(instruction.task)
+                task = instruction.task
+                if task.kind is TaskKind.FORWARD:
+                    step = self._compile_forward(task)
+                elif task.kind is TaskKind.WEIGHT_GRADIENT:
+                    call = functools.partial(self._compute.weight_gradient, task.micro_batch)
+                    step = self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
+                else:
+                    step = self._compile_backward(task)
                 if previous is InstructionKind.GATHER:
                     step = self._behind_gather(step)
             elif instruction.kind is InstructionKind.RECEIVE:
@@ -200,17 +206,14 @@ class StageExecutor:
             elif instruction.kind in (InstructionKind.GATHER, InstructionKind.FREE):
                 step = self._compile_gather(instruction.kind)
             else:
-                step = self._compile_reduction(instruction.kind)
+                hooks = self._hooks
+                assert hooks is not None, "a program with reductions needs hooks"
+                is_tied = instruction.kind is InstructionKind.REDUCE_TIED
+                step = self._timed(EventKind.REDUCE, hooks.reduce_tied if is_tied else hooks.reduce_data)
             steps.append((instruction, step))
             if instruction.kind in (InstructionKind.COMPUTE, InstructionKind.GATHER, InstructionKind.FREE):
                 previous = instruction.kind
         return steps
-
-    def _compile_reduction(self, kind: InstructionKind) -> Step:
-        hooks = self._hooks
-        assert hooks is not None, "a program with reductions needs hooks"
-        reduce = hooks.reduce_data if kind is InstructionKind.REDUCE_DATA else hooks.reduce_tied
-        return self._timed(EventKind.REDUCE, reduce)
 
     def _timed(self, kind: EventKind, call: Step, micro_batch: int = -1) -> Step:
         """Return a step that is one call, and notes when."""
@@ -258,19 +261,16 @@ class StageExecutor:
         if not self._keeps_activations:
             self.mail.finish_sends()  # a sent tensor may be a view of a parameter
         start = self.recorder.now()
+        versions = self._versions
         if of_all is None:
             assert self._hooks is not None, "a program with a step needs hooks"
             of_all = self._hooks.step
+        if versions is not None:
+            versions.begin_update()
         self.result.step_result = of_all()
+        if versions is not None:
+            versions.end_update()
         self.recorder.note(EventKind.STEP, -1, start)
-
-    def _compile_task(self, task: Task) -> Step:
-        if task.kind is TaskKind.FORWARD:
-            return self._compile_forward(task)
-        if task.kind is TaskKind.WEIGHT_GRADIENT:
-            call = functools.partial(self._compute.weight_gradient, task.micro_batch)
-            return self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
-        return self._compile_backward(task)
 
     def _compile_forward(self, task: Task) -> Step:
         mail, recorder = self.mail, self.recorder
@@ -284,7 +284,7 @@ class StageExecutor:
         first_sample = self._stage.samples(micro_batch, self._rank).first_sample + num_samples * (half or 0)
         # a stage without backwards is held back by nothing but its sends: wait for those of the
         # micro-batch that must be gone before this one starts; units that lack its branch do not count
-        run_before = [m for m in self._forwards if m < micro_batch]
+        run_before = [m for m in self.forwards if m < micro_batch]
         in_flight = self._stage.in_flight
         expired = run_before[-in_flight] if in_flight <= len(run_before) else micro_batch - in_flight
         is_held_back = self.is_training and not self._is_trained
@@ -325,7 +325,7 @@ class StageExecutor:
         ]
         if not handed:
             return forward
-        name = self._stage.name
+        name = self.stage_name
 
         def guarded(
             micro_batch: int, half: int | None, inputs: Sequence[Tensor], received: Sequence[Tensor]
@@ -369,25 +369,14 @@ class StageExecutor:
 
     # ---- run -----------------------------------------------------------------------------------
 
-    def run(
-        self, inputs: Sequence[Sequence[Tensor]], *, record: bool = False, carry: Carry | None = None
-    ) -> MiniBatchResult:
-        """Run the stage's program once, on a rank that holds no other stage.
+    def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
+        """Get ready to run ``steps``.
 
         Args:
             inputs: for each micro-batch, this rank's rows of the model's inputs that the stage reads.
             record: whether to note the time of every task and message.
             carry: what the programs before left, and this one leaves; required of a program with a place.
-
-        Raises:
-            CommTimeout: a message did not come in time.
-            RuntimeFailure: a task failed; names rank, stage and task.
         """
-        run_steps(self._program, self.steps, (self,), (inputs,), record=record, carries=(carry,))
-        return self.result
-
-    def begin(self, inputs: Sequence[Sequence[Tensor]], *, record: bool, carry: Carry | None) -> None:
-        """Get ready to run ``steps``; arguments as of `run`."""
         self._inputs = inputs
         self.result = MiniBatchResult()
         self.recorder.start(self.result.events, is_on=record)
@@ -411,15 +400,6 @@ class StageExecutor:
         if not (is_carried and self._keeps_activations):
             self._compute.clear()
 
-    @property
-    def has_forwards(self) -> bool:
-        """Return whether the program runs forwards, which read rows of a mini-batch."""
-        return bool(self._forwards)
-
-    def where(self, instruction: Instruction | None) -> str:
-        """Return where an instruction is run, for errors."""
-        return f"rank {self._rank}, stage {self._stage.name}, at {instruction}"
-
 
 def run_steps(
     program: RankProgram,
@@ -430,7 +410,12 @@ def run_steps(
     record: bool,
     carries: Sequence[Carry | None],
 ) -> None:
-    """Run the steps of a rank's stages in order; release everything of all of them where one fails."""
+    """Run the steps of a rank's stages in order; release everything of all of them where one fails.
+
+    Raises:
+        CommTimeout: a message did not come in time.
+        RuntimeFailure: a task failed; names rank, stage and task.
+    """
     # One loop, no branches by kind: ``steps`` has the closures in the order of the program. The last instruction
     # named is the one that failed. After a failure everything is released, a carry included (``is_carried``), as it is
     # unknown what the other ranks have done; after success what is carried stays.
@@ -470,7 +455,7 @@ def _place(program: RankProgram, parts: Sequence[StageExecutor], instruction: In
     """Return where a rank failed: rank, stage and instruction."""
     stage = None if instruction is None else program.stage_of(instruction)
     part = parts[0] if stage is None else parts[program.stages.index(stage)]
-    return part.where(instruction)
+    return f"rank {program.rank}, stage {part.stage_name}, at {instruction}"
 
 
 # ---- all stages of a rank ----------------------------------------------------------------------------------
@@ -531,7 +516,7 @@ class RankExecutor:
 
         Args:
             parts: what each stage does in it, in the rank's order of stages, made with the same ``local_transfers``.
-            inputs, record: as of `StageExecutor.run`, one a stage.
+            inputs, record: as of `StageExecutor.begin`, one a stage.
             program: in place of the one of that name, where units lack branches.
             around: what runs in place of a stage's step; None: the step itself.
         """

@@ -17,13 +17,11 @@ Tests: tests/runtime/test_input_rows.py, tests/runtime/test_float_inputs.py
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 from torch import Tensor
 
-from gpp_plugin.ir.plan import Stage
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.batches import Batch, OwnRows
@@ -64,20 +62,21 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
 
     Args:
         rows: micro-batch -> one tensor a key.
-        events: micro-batch -> the event behind its copies; empty where nothing is under way.
-        lent: buffers that are copied from, given back by `release`.
+        stream: copies them; None where nothing is under way.
+        events: micro-batch -> the event behind its copies.
+        lent: buffers that are copied from, given back to their pool by `release`.
     """
 
     def __init__(
         self,
         rows: Sequence[tuple[Tensor, ...]],
         *,
-        link: InputLink | None = None,
+        stream: CudaCopyStream | None = None,
         events: Sequence[Any] = (),
-        lent: Sequence[HostBuffer] = (),
+        lent: Sequence[tuple[HostPool, HostBuffer]] = (),
     ) -> None:
         self._rows = rows
-        self._link = link
+        self._stream = stream
         self._events = events
         self._lent = lent
 
@@ -86,10 +85,10 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[tuple[Tensor, ...]]: ...
     def __getitem__(self, index: int | slice) -> Any:
-        if self._events and self._link is not None:
-            asked = self._events[index]
+        if self._events and self._stream is not None:
+            asked: Any = self._events[index]
             for event in asked if isinstance(index, slice) else (asked,):
-                self._link.wait(event)
+                self._stream.wait(event)
         return self._rows[index]
 
     def __len__(self) -> int:
@@ -103,18 +102,12 @@ class InputRows(Sequence[tuple[Tensor, ...]]):
 
     def release(self) -> None:
         """Let go of rows that nobody took, and of the buffers; what is queued for computing later waits for copies."""
-        if self._link is not None and self._events:
-            self._link.wait(self._events[-1])
-            self._link.give_back(self._lent, self._events[-1])
-        self._link, self._events, self._lent = None, (), ()
-
-
-@dataclass(slots=True)
-class _Copy:
-    """One tensor on its way: from the batch, by way of page-locked memory, to the device."""
-
-    source: Tensor
-    target: Tensor
+        if self._stream is not None and self._events:
+            self._stream.wait(self._events[-1])
+            for pool, buffer in self._lent:
+                buffer.read = self._events[-1]  # free when that is over
+                pool.give(buffer)
+        self._stream, self._events, self._lent = None, (), ()
 
 
 class InputLink:
@@ -136,26 +129,24 @@ class InputLink:
         batch: Batch,
         keys: Sequence[str],
         *,
-        stage: Stage,
-        rank: int,
-        num_micro_batches: int,
+        samples: Sequence[SampleRange],
         specs: Mapping[str, TensorSpec],
         dtype: torch.dtype | None,
     ) -> InputRows:
-        """Return the rows ``rank`` reads in each micro-batch of its stage, in the order of ``keys``.
+        """Return the rows that a rank reads in each micro-batch of its stage, in the order of ``keys``.
 
         All are contiguous, as in the capture: where an operator had to copy them first, autograd would keep the copy,
         and what a stage keeps would depend on how the user's batch lies in memory.
 
         Args:
+            samples: of each micro-batch, those of the rank.
             specs: the captured model inputs by batch key (their layouts).
             dtype: floating inputs are cast to it; None keeps them.
         """
         # Stage of micro-batches of 4 samples on 2 ranks, mini-batch 8: rank 1 of the stage reads samples 2..3 and 6..7.
         # Of an input with 3 rows a sample (three images, say) that is rows 6..11 and 18..23.
-        samples = [stage.samples(micro_batch, rank) for micro_batch in range(num_micro_batches)]
         columns = [_rows(batch, key, specs[key], samples) for key in keys]
-        return self._bring(columns, num_micro_batches, dtype)
+        return self._bring(columns, len(samples), dtype)
 
     def bring_units(
         self, units: Sequence[Batch], keys: Sequence[str], *, dtype: torch.dtype | None
@@ -181,18 +172,6 @@ class InputLink:
             return InputRows(_by_micro_batch([self._move(c, dtype) for c in columns], num_micro_batches))
         return self._copy_beside(columns, num_micro_batches, self._stream, dtype)
 
-    def wait(self, event: Any) -> None:
-        """Let what is computed from now on wait for a copy."""
-        assert self._stream is not None, "there are events only where there is a stream"
-        self._stream.wait(event)
-
-    def give_back(self, buffers: Sequence[HostBuffer], event: Any) -> None:
-        """Take buffers back, free when ``event`` is over."""
-        assert self._pool is not None
-        for buffer in buffers:
-            buffer.read = event
-            self._pool.give(buffer)
-
     def _move(self, column: Sequence[Tensor], dtype: torch.dtype | None) -> list[Tensor]:
         """Return rows on the device, in the order given; what is the same for all micro-batches is moved once."""
         moved: dict[int, Tensor] = {}
@@ -211,39 +190,37 @@ class InputLink:
         """Queue all copies, those of the first micro-batch first."""
         # 1. All memory on the device, before the copies wait for the computing stream: what is allocated later might be
         #    memory that a kernel queued in between still uses. What lies on the device already is cast there.
-        made: dict[int, _Copy | Tensor] = {}
+        made: dict[int, Tensor] = {}
         for part in (part for column in columns for part in column):
             if id(part) not in made:
                 made[id(part)] = self._allocate(part, dtype)
         stream.follow()
         # 2. Micro-batch by micro-batch: through page-locked memory where the rows are not in such already, which also
         #    casts and gathers them, and on. An event behind each, on one stream, so a later one covers those before.
-        lent: list[HostBuffer] = []
+        lent: list[tuple[HostPool, HostBuffer]] = []
         events: list[Any] = []
         queued: set[int] = set()
         for micro_batch in range(count):
             for column in columns:
                 part = column[micro_batch]
-                copy = made[id(part)]
-                if isinstance(copy, _Copy) and id(part) not in queued:
+                if part.device.type == "cpu" and id(part) not in queued:
                     queued.add(id(part))
-                    stream.copy(copy.target, self._staged(copy, stream, lent))
+                    target = made[id(part)]
+                    stream.copy(target, self._staged(part, target, stream, lent))
             events.append(stream.record())
-        done = [
-            [c.target if isinstance(c := made[id(part)], _Copy) else c for part in column]
-            for column in columns
-        ]
-        return InputRows(_by_micro_batch(done, count), link=self, events=events, lent=lent)
+        done = [[made[id(part)] for part in column] for column in columns]
+        return InputRows(_by_micro_batch(done, count), stream=stream, events=events, lent=lent)
 
-    def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> _Copy | Tensor:
+    def _allocate(self, part: Tensor, dtype: torch.dtype | None) -> Tensor:
         wanted = _wanted(part, dtype)
         if part.device.type != "cpu":
             return part.to(device=self._device, dtype=wanted).contiguous()
-        return _Copy(source=part, target=torch.empty(part.shape, dtype=wanted, device=self._device))
+        return torch.empty(part.shape, dtype=wanted, device=self._device)
 
-    def _staged(self, copy: _Copy, stream: CudaCopyStream, lent: list[HostBuffer]) -> Tensor:
+    def _staged(
+        self, source: Tensor, target: Tensor, stream: CudaCopyStream, lent: list[tuple[HostPool, HostBuffer]]
+    ) -> Tensor:
         """Return the rows as they are to lie on the device, in page-locked memory."""
-        source, target = copy.source, copy.target
         if source.dtype == target.dtype and source.is_contiguous() and stream.is_direct(source):
             return source
         assert self._pool is not None
@@ -251,7 +228,7 @@ class InputLink:
         buffer = self._pool.take(num_bytes)
         if buffer.read is not None:
             buffer.read.synchronize()  # the copy of an earlier mini-batch, over long ago
-        lent.append(buffer)
+        lent.append((self._pool, buffer))
         staged = buffer.data[:num_bytes].view(target.dtype).view(target.shape)
         return staged.copy_(source)
 

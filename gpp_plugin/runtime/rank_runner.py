@@ -26,25 +26,21 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
-
-import torch
 
 from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import Instruction, RankProgram
 from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, unit_key, units_of
-from gpp_plugin.runtime.code_by_shape import MAX_UNIT_SHAPES, RunnerContext
 from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.random_streams import are_same, streams_of
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
-from gpp_plugin.runtime.stage_runner import StageRunner
+from gpp_plugin.runtime.stage_runner import MAX_UNIT_SHAPES, RunnerContext, StageRunner
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
 from gpp_plugin.schedule.program_sets import EMPTY, RankPrograms
 
@@ -224,7 +220,10 @@ class RankRunner:
     def _run_program(
         self, name: str, batch: Batch, following: Batch | None, *, record: bool, count: bool = False
     ) -> MiniBatchResult:
-        runners = self.stage_runners
+        runners, patterns = self.stage_runners, self._shared.patterns
+        program: RankProgram | None = None
+        if name == "whole":
+            program = self.program if patterns is None else patterns.program(batch)[1].program
         # in mode async counting begins in an empty pipeline, and goes on until as much is held as ever will be
         is_begun = self.policy.steps_alone and self._executor.last != EMPTY
         with contextlib.ExitStack() as stack:
@@ -237,26 +236,20 @@ class RankRunner:
                 self._held = HeldTogether() if len(runners) > 1 else None
                 for runner in runners:
                     runner.start_counting(self._held)
-            around = self._peeking() if name == "whole" else None
             try:
                 result = self._executor.run(
                     name,
                     [executor for executor, _ in ready],
                     [inputs for _, inputs in ready],
                     record=record,
-                    program=self._program_of(batch) if name == "whole" else None,
-                    around=around,
+                    program=program,
+                    around=self._peeking() if name == "whole" else None,
                 )
                 self.num_running += self.policy.steps_alone
             finally:
                 counts = [runner.stop_counting() for runner in runners] if self.has_peaked else []
         self._note_counts(result, counts)
         return result
-
-    def _program_of(self, batch: Batch) -> RankProgram:
-        """Return the rank's program for a whole mini-batch."""
-        patterns = self._shared.patterns
-        return self.program if patterns is None else patterns.program(batch)[1].program
 
     def _note_counts(self, result: MiniBatchResult, counts: Sequence[MemoryCounts | None]) -> None:
         """Put into a result what each stage kept for backward, and what all of them kept together."""
@@ -379,14 +372,13 @@ class RankRunner:
             task = instruction.task
             if task is None or task.stage not in self._programs.prefetched:
                 return step
-            return functools.partial(self._run_watched, self._shared.device, step)
+
+            def watched() -> None:
+                before = None if self.is_stateful else streams_of(self._shared.device)
+                step()
+                if before is not None:
+                    self.is_stateful |= not are_same(before, streams_of(self._shared.device))
+
+            return watched
 
         return around
-
-    def _run_watched(self, device: torch.device, step: Step) -> None:
-        if self.is_stateful:
-            step()
-            return
-        before = streams_of(device)
-        step()
-        self.is_stateful |= not are_same(before, streams_of(device))

@@ -18,8 +18,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.runtime.messages.payloads import Payload
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.messages.routes import Payload
+from gpp_plugin.runtime.ranks.collectives import Collectives
 
 Moment = float | torch.cuda.Event
 """Microseconds of this rank's clock; on CUDA a mark in the stream that computes, to be read when it is through."""
@@ -123,13 +123,13 @@ class Clock:
 
 
 def start_clock(collectives: Collectives) -> Clock:
-    """Meet all ranks and note the time; collective.
+    """Note the time when all ranks have come; collective.
 
     Raises:
         CommTimeout: a rank did not come.
     """
-    collectives.meet("the start of a timeline")
-    return Clock(host=socket.gethostname(), barrier_us=time.perf_counter_ns() / 1e3)
+    collectives.barrier("the start of a timeline")
+    return Clock(host=socket.gethostname(), barrier_us=_host_us())
 
 
 def gather_timeline(

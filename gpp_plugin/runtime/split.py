@@ -51,13 +51,11 @@ class PendingWeights:
     Args:
         calls: from the roots down.
         edges, gradients: what the last call starts from besides targets that are shared.
-        num_early: parameters whose gradients the first part has made.
     """
 
     calls: list[_Call] = field(default_factory=list)
     edges: _Edges = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
-    num_early: int = 0
 
     def run(self) -> None:
         """Add the gradients of parameters to their ``grad``."""
@@ -118,7 +116,7 @@ class BackwardSplitter:
         leaf_edges = [get_gradient_edge(leaf) for leaf in leaves]
         plan, nodes = self._plan(edges, leaf_edges)
         early = [GradientEdge(nodes[number], 0) for number in plan.early]
-        pending = PendingWeights(num_early=len(early))
+        pending = PendingWeights()
         starts = [[GradientEdge(nodes[n], entry) for n, entry in level.starts] for level in plan.levels]
         wanted = [*leaf_edges, *(edge for level in starts for edge in level), *early]
         found = _gradients(edges, wanted, seeds, retain_graph=True) if wanted else []
@@ -137,12 +135,21 @@ class BackwardSplitter:
         return found[: len(leaves)], pending
 
     def _plan(self, roots: _Edges, leaves: _Edges) -> tuple[SplitPlan, list[Node]]:
+        """Return how to split the backward that starts from ``roots`` and whose first part ends at ``leaves``.
+
+        Returns:
+            The plan, and the operators it numbers.
+        """
         ends = [leaf.node for leaf in leaves]
         for plan in self._plans:
             nodes = find_nodes(plan, roots, ends)
             if nodes is not None:
                 return plan, nodes
-        plan, nodes = plan_split(roots, ends)
+        found = _number_nodes([root.node for root in roots])
+        assert found is not None
+        nodes, numbers, structure = found
+        places = [(numbers[root.node], root.output_nr) for root in roots]
+        plan = _Graph(structure, places, [numbers.get(end, -1) for end in ends]).plan()
         self._plans.appendleft(plan)
         return plan, nodes
 
@@ -205,20 +212,6 @@ class SplitPlan:
     levels: tuple[LevelPlan, ...]
     early: tuple[int, ...]
     late_roots: tuple[int, ...]
-
-
-def plan_split(roots: Sequence[GradientEdge], leaves: Sequence[Node]) -> tuple[SplitPlan, list[Node]]:
-    """Return how to split the backward that starts from ``roots`` and whose first part ends at ``leaves``.
-
-    Returns:
-        The plan, and the operators it numbers.
-    """
-    found = _number_nodes([root.node for root in roots])
-    assert found is not None
-    nodes, numbers, structure = found
-    places = [(numbers[root.node], root.output_nr) for root in roots]
-    graph = _Graph(structure, places, [numbers.get(leaf, -1) for leaf in leaves])
-    return graph.plan(), nodes
 
 
 def find_nodes(plan: SplitPlan, roots: Sequence[GradientEdge], leaves: Sequence[Node]) -> list[Node] | None:

@@ -25,7 +25,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
+from gpp_plugin.runtime.memory.segments import StageOperators
 
 
 class Shell(nn.Module):
@@ -163,18 +163,6 @@ class SizeArguments:
             node.kwargs = with_sizes(node.kwargs, argument)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenCode:
-    """What the code of a stage has in common at all sizes that were left open.
-
-    Args:
-        versions: the code by the masks that it leaves out (node name, whether it is causal).
-    """
-
-    arguments: SizeArguments
-    versions: dict[frozenset[tuple[str, bool]], torch.fx.GraphModule]
-
-
 class MaskChoice:
     """Generated code whose attention has masks, or has none where eager models look at their values and leave them out.
 
@@ -182,24 +170,26 @@ class MaskChoice:
     says otherwise.
 
     Args:
-        module: the code with all masks, ``bound`` its first arguments.
+        versions: the code by the masks that it leaves out (node name, whether it is causal): that with all masks is
+            there. Where sizes were left open it is shared by the code at all sizes.
+        bound: the code's first arguments.
         masks: of attention, made of the code's own inputs or of sizes alone.
-        open_code: where sizes were left open: what is shared by the code at all sizes.
+        arguments: take the sizes that were left open; None where none were.
     """
 
     def __init__(
         self,
-        module: torch.fx.GraphModule,
+        versions: dict[frozenset[tuple[str, bool]], torch.fx.GraphModule],
         bound: tuple[Tensor | int, ...],
         masks: Mapping[str, Mask],
-        open_code: OpenCode | None = None,
+        arguments: SizeArguments | None = None,
     ) -> None:
         self._bound = bound
         self._masks = masks
-        self._open = open_code
+        self._arguments = arguments
         self.inputs = frozenset(key for mask in masks.values() for key in mask.inputs)
-        # by the masks that are left out, and what each of them is: at another length it may be something else
-        self._versions = {frozenset[tuple[str, bool]](): module} if open_code is None else open_code.versions
+        # by what each mask that is left out is, too: at another length it may be something else
+        self._versions = versions
         self._wanted: frozenset[str] | None = None
         self.use(())
 
@@ -214,8 +204,8 @@ class MaskChoice:
             masked = self._versions[frozenset()]
             graph, unread = without_masks(masked.graph, self._masks, wanted)
             drop_operators(graph, unread)
-            if self._open is not None:
-                self._open.arguments.bind(graph)
+            if self._arguments is not None:
+                self._arguments.bind(graph)
             self._versions[version] = torch.fx.GraphModule(masked, graph)
         self.module = self._versions[version]
         self._forward = self.module.forward
@@ -288,10 +278,14 @@ def build_stage_function(
     kept, groups = _select(captured, nodes, with_replicated=with_replicated)
     module = _generate(captured, kept, groups, outputs, frozenset(ones))
     if not with_replicated:
-        groups = _drop_unread(module, groups)
-    masks = _Choosable(module, captured, groups).of(captured.masks)
+        # take no arguments that the code does not read
+        unread = {n.name for n in module.graph.nodes if n.op == "placeholder" and not n.users}
+        drop_operators(module.graph, unread)
+        module.recompile()
+        groups = {kind: [n for n in own if n.name not in unread] for kind, own in groups.items()}
+    masks = _choosable(module, captured, groups)(captured.masks)
     function = _as_function(captured, module, groups, outputs)
-    return _bound(function, MaskChoice(module, function.bound, masks) if masks else None)
+    return _bound(function, MaskChoice({frozenset(): module}, function.bound, masks) if masks else None)
 
 
 def _select(
@@ -314,22 +308,14 @@ def _select(
     return kept, _group_sources(captured, kept, wanted)
 
 
-class _Choosable:
-    """Which masks a stage's code makes of inputs that it has."""
-
-    def __init__(
-        self,
-        module: torch.fx.GraphModule,
-        captured: CapturedGraph,
-        groups: Mapping[str, Sequence[torch.fx.Node]],
-    ) -> None:
-        # a mask that another stage sends is there for all batches: this one may not see what it is made of
-        self._own = {captured.inputs[source.name] for source in groups["input"]}
-        self._made = {node.name for node in module.graph.nodes if node.op == "call_function"}
-
-    def of(self, masks: Mapping[str, Mask]) -> dict[str, Mask]:
-        """Return those of some masks that depend on inputs at all."""
-        return {n: m for n, m in masks.items() if m.inputs and n in self._made and m.inputs <= self._own}
+def _choosable(
+    module: torch.fx.GraphModule, captured: CapturedGraph, groups: Mapping[str, Sequence[torch.fx.Node]]
+) -> Callable[[Mapping[str, Mask]], dict[str, Mask]]:
+    """Return what finds, of some masks, those that a stage's code makes of inputs that it has."""
+    # a mask that another stage sends is there for all batches: this one may not see what it is made of
+    own = {captured.inputs[source.name] for source in groups["input"]}
+    made = {node.name for node in module.graph.nodes if node.op == "call_function"}
+    return lambda masks: {n: m for n, m in masks.items() if m.inputs and n in made and m.inputs <= own}
 
 
 def _as_function(
@@ -381,13 +367,13 @@ class OpenStage:
         finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         kept, groups = _select(captured, nodes, with_replicated=True)
-        arguments = SizeArguments(key)
-        module = _generate(captured, kept, groups, outputs, frozenset(), arguments)
-        self._choosable = _Choosable(module, captured, groups)
+        self._arguments = SizeArguments(key)
+        module = _generate(captured, kept, groups, outputs, frozenset(), self._arguments)
+        self._choosable = _choosable(module, captured, groups)
         self._function = finish(_as_function(captured, module, groups, outputs))
-        self.sizes: Sequence[Any] = arguments.sizes
+        self.sizes: Sequence[Any] = self._arguments.sizes
         self.names = frozenset(node.name for node in module.graph.nodes)
-        self._open = OpenCode(arguments=arguments, versions={frozenset(): module})
+        self._versions = {frozenset[tuple[str, bool]](): module}
 
     def at(self, sizes: Sequence[int], masks: Mapping[str, Mask]) -> StageFunction:
         """Return the code at these values of `sizes`.
@@ -396,12 +382,12 @@ class OpenStage:
             masks: what attention's masks are at these sizes.
         """
         function = replace(self._function, sizes=tuple(sizes))
-        module = function.module
-        assert module is not None
         # made of sizes alone, a mask is known, whoever makes it
         known = {n: m for n, m in masks.items() if not m.inputs and n in self.names}
-        known |= self._choosable.of(masks)
-        choice = MaskChoice(module, function.bound, known, self._open) if known else None
+        known |= self._choosable(masks)
+        choice = None
+        if known:
+            choice = MaskChoice(self._versions, function.bound, known, self._arguments)
         return _bound(function, choice)
 
 
@@ -468,16 +454,6 @@ def _generate(
     graph, unread = without_masks(graph, captured.masks, ones)
     drop_operators(graph, unread)
     return torch.fx.GraphModule(_root_module(root), graph)
-
-
-def _drop_unread(
-    module: torch.fx.GraphModule, groups: Mapping[str, list[torch.fx.Node]]
-) -> dict[str, list[torch.fx.Node]]:
-    """Take no arguments that the code does not read, and return what it takes then."""
-    unread = {node.name for node in module.graph.nodes if node.op == "placeholder" and not node.users}
-    drop_operators(module.graph, unread)
-    module.recompile()
-    return {kind: [node for node in nodes if node.name not in unread] for kind, nodes in groups.items()}
 
 
 def _root_module(attributes: Mapping[str, Any]) -> nn.Module:

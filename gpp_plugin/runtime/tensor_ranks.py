@@ -1,4 +1,6 @@
-"""What the tensor ranks of a data position do together inside a task, as operators of a stage's generated code.
+"""What the tensor ranks of a data position do together inside a task, and a captured graph as one of them computes it.
+
+The ranks' collectives are operators of a stage's generated code:
 
     shared    x ──► x      backward: the gradients of all ranks summed     where a region begins
     summed    x ──► sum    backward: the gradient as it is                 where a region ends
@@ -11,26 +13,45 @@ from host to host; every operator that draws seeds the generators by it, by its 
 region, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's
 generator.
 
+A graph has regions on a rank's own parts, and sums where they end (`shard_graph`):
+
+    captured                            rank 0 of 2
+    h = norm(x)                         h = norm(x)
+                                        s = shared(h)
+    q = linear(h, wq)                   q = linear(s, wq)          wq is this rank's rows
+    v = view(q, [2, 8, 4, 8])           v = view(q, [2, 8, 2, 8])
+    o = linear(a, wo, bo)               p = linear(a, wo)          wo is this rank's columns
+                                        t = summed(p)
+                                        o = add(t, bo)
+
+Operators keep their names; what is put between them is marked (`ADDED`) and belongs to the block of its neighbour.
+
 Source: Megatron-LM (arXiv 1909.08053), section 3; dropout by seeds: this project
 Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from gpp_plugin.capture.axis_rules import argument
+from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.find_regions import regions_of_stage
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.capture.layouts import is_random
+from gpp_plugin.capture.tracing.clean import ADDED
+from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
+from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.waiting import all_reduce, finish
+from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
 from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.
@@ -276,3 +297,332 @@ def seeded(
             return call(*args, **kwargs)
 
     return TensorOperator("tensor_seeded", run)
+
+
+# Embedding and cross entropy of a vocabulary that tensor ranks share out.
+#
+#     tokens [B, T]        each rank looks up those of its own rows, has zeros for the others, and all are summed
+#     logits [N, V / t]    each rank has its own columns; of each row the ranks agree on
+#                              the largest logit m                       one maximum
+#                              sum of exp(logit - m), label's logit      one sum of two numbers
+#                          loss = log(sum) - (label's logit - m); gradient = exp(logit - m) / sum - [is the label]
+
+aten = torch.ops.aten
+
+
+def embedded(first: int) -> TensorOperator:
+    """Return an embedding of the tokens of this rank's rows, the first of which is ``first``; zeros for the others."""
+
+    def embed(weight: Tensor, tokens: Tensor, padding: int = -1, *rest: Any) -> Tensor:
+        # rows 4 to 7 are rank 1's: token 5 is its row 1; token 2 is looked up at row 0, and what is found set to zero,
+        # so that no gradient reaches that row
+        place = tokens - first
+        is_own = (place >= 0) & (place < weight.shape[0])
+        own_padding = padding - first if 0 <= padding - first < weight.shape[0] else -1
+        found: Tensor = aten.embedding.default(weight, place.where(is_own, 0), own_padding)
+        return found.masked_fill(~is_own.unsqueeze(-1), 0.0)
+
+    return TensorOperator("tensor_embedded", embed)
+
+
+def cross_entropy(ranks: TensorRanks, first: int) -> TensorOperator:
+    """Return a cross entropy of logits of which this rank has the columns from ``first`` on."""
+
+    def loss(
+        logits: Tensor,
+        target: Tensor,
+        weight: None = None,
+        reduction: int = 1,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        assert weight is None and not label_smoothing, "such a loss is not shared out"
+        found: Tensor = _CrossEntropy.apply(logits, target, ranks, first, ignore_index, reduction == 1)  # type: ignore[no-untyped-call]
+        return found
+
+    return TensorOperator("tensor_cross_entropy", loss)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ranks: TensorRanks, first: int, ignored: int, is_mean: bool
+    ) -> Tensor:
+        # own [N, V / t], most [N], place [N, 1]: of a label of another rank any column is looked at, and its logit is
+        # left out. With 8 classes on 2 ranks and label 5: rank 0 brings 0, rank 1 logit 1 of its own.
+        own = logits if logits.dtype == torch.float64 else logits.float()
+        most = ranks.sum(own.amax(1), RESULT, op=dist.ReduceOp.MAX)
+        shifted = own - most.unsqueeze(1)
+        place = target - first
+        is_own = (place >= 0) & (place < own.shape[1])
+        place = place.where(is_own, 0).unsqueeze(1)
+        labelled = shifted.gather(1, place).squeeze(1).where(is_own, 0.0)
+        exponentials = shifted.exp()
+        total, label = ranks.sum(torch.stack([exponentials.sum(1), labelled]), RESULT)
+        is_counted = target != ignored
+        losses = (total.log() - label).where(is_counted, 0.0)
+        count = is_counted.sum() if is_mean else torch.ones_like(losses.sum())
+        ctx.save_for_backward(exponentials.div_(total.unsqueeze(1)), place, is_own, is_counted, count)
+        ctx.dtype = logits.dtype
+        return (losses.sum() / count).to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
+        shares, place, is_own, is_counted, count = ctx.saved_tensors
+        # shares [N, V / t] are this rank's columns of the softmax; 1 is taken off where the label is
+        found = shares.scatter_add(1, place, -is_own.to(shares.dtype).unsqueeze(1))
+        scale = (gradient.to(shares.dtype) / count).where(is_counted, 0.0)
+        return found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
+
+
+_SIZES_AT = {
+    aten.view.default: 1,
+    aten.reshape.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.expand.default: 1,
+}
+"""Operators that take the sizes of their result, and the position of these among their arguments."""
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
+
+
+def shard_graph(
+    captured: CapturedGraph, regions: Sequence[ShardedRegion], ranks: TensorRanks, own: Sequence[str]
+) -> tuple[CapturedGraph, dict[str, str]]:
+    """Return a capture whose regions compute on this rank's parts, and what was put in.
+
+    Of each operator that was put in, the operator of the capture whose block it belongs to.
+
+    Args:
+        regions: those that are shared out; everything else is computed whole.
+        own: the operators that the rank computes.
+
+    A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
+    request a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
+    held whole is never cut.
+
+    Raises:
+        CaptureError: an operator's sizes are not what they were when the regions were found.
+    """
+    if ranks.parts is not None:
+        held = ranks.parts
+        fit = [r for r in regions if all(held.get(shard.name) == shard for shard in r.parameters)]
+        regions = without_half_cut(regions, fit)
+    writer = _Writer(captured, regions, ranks, frozenset(own))
+    graph = writer.write()
+    # what of an operator that was put in is read is known of the operators beside it
+    added = [OpNode(name=n, target="added", inputs=(), module="", output=None) for n in writer.added]
+    op_graph = dataclasses.replace(captured.op_graph, nodes=(*captured.op_graph.nodes, *added))
+    return dataclasses.replace(captured, graph=graph, op_graph=op_graph), writer.added
+
+
+class _Writer:
+    """Copies a graph node by node, and puts in what tensor ranks need."""
+
+    def __init__(
+        self,
+        captured: CapturedGraph,
+        regions: Sequence[ShardedRegion],
+        ranks: TensorRanks,
+        own: frozenset[str],
+    ) -> None:
+        self._captured = captured
+        self._ranks = ranks
+        self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
+        self._results = {result.name: result for region in regions for result in region.results}
+        self._sums = {name for region in regions for name in region.sums}
+        self._losses = {name for region in regions for name in region.losses}
+        self._parameters = {shard.name: shard for region in regions for shard in region.parameters}
+        self._shared = [frozenset(region.shared) for region in regions]
+        self._sliced = [{shard.name: shard for shard in region.sliced} for region in regions]
+        self._names = {**captured.inputs, **captured.parameters}
+        cut = {shard.name for region in regions for shard in region.parameters}
+        self._joined = {name: shard for name, shard in (ranks.parts or {}).items() if name not in cut}
+        self._own = own
+        self._graph = fx.Graph()
+        self._copies: dict[fx.Node, fx.Node] = {}
+        self._whole: dict[fx.Node, fx.Node] = {}
+        self._in_region: dict[tuple[int, fx.Node], fx.Node] = {}
+        self._number: fx.Node | None = None
+        self.added: dict[str, str] = {}
+
+    def write(self) -> fx.Graph:
+        """Return the copy."""
+        for place, node in enumerate(self._captured.graph.nodes):
+            copy = self._copies[node] = self._copy(node, place)
+            assert copy.name == node.name, f"{node.name} became {copy.name}"
+            shard = self._joined.get(self._captured.parameters.get(node.name, ""))
+            readers = [user for user in node.users if user.name in self._own] if shard is not None else []
+            if shard is not None and readers:
+                whole = joined(self._ranks, shard)
+                self._whole[node] = self._add(whole, (copy,), readers[0], f"tensor_{node.name}_joined", node)
+        return self._graph
+
+    def _copy(self, node: fx.Node, place: int) -> fx.Node:
+        # Outside of regions a node is copied as it is, unless it draws: then it draws what all ranks draw. Inside it
+        # reads what the region has of its operands (`_operand`), and takes the sizes of its part (`_local`).
+        region = self._region_of.get(node.name)
+        is_random_here = node.op == "call_function" and node.name in self._own and is_random(node)
+        if region is None and not is_random_here:
+            return self._graph.node_copy(node, self._read)
+        number = self._drawn(node) if is_random_here else None
+
+        def operand(source: fx.Node) -> fx.Node:
+            return self._read(source) if region is None else self._operand(region, source, node)
+
+        if node.name in self._sums:
+            return self._summed(node, operand)
+        args: Any = fx.map_arg(node.args, operand)
+        kwargs: Any = fx.map_arg(node.kwargs, operand)
+        shard = self._results.get(node.name)
+        target: Any = node.target
+        if node.name in self._losses:
+            logits: Any = node.args[0]
+            target = cross_entropy(self._ranks, self._first_of(self._results[logits.name]))
+        if shard is not None:
+            args, kwargs = self._local(node, shard, args, kwargs)
+        if number is not None:
+            assert callable(target)
+            device = self._captured.device
+            target = seeded(target, self._ranks, device, place=place, is_part=shard is not None)
+            args = (number, *args)
+        copy = self._graph.create_node(node.op, target, args, kwargs, name=node.name)
+        copy.meta = dict(node.meta)
+        return copy
+
+    def _read(self, source: fx.Node) -> fx.Node:
+        return self._whole.get(source) or self._copies[source]
+
+    # ---- what is put in ------------------------------------------------------------------------
+
+    def _add(
+        self, target: Any, args: tuple[Any, ...], beside: fx.Node, name: str, value: fx.Node | None
+    ) -> fx.Node:
+        node = self._graph.create_node("call_function", target, args, {}, name=name)
+        node.meta = {} if value is None else {k: v for k, v in value.meta.items() if k == "val"}
+        node.meta[ADDED] = True
+        self.added[node.name] = beside.name
+        return node
+
+    def _operand(self, region: int, source: fx.Node, reader: fx.Node) -> fx.Node:
+        """Return what an operator of a region reads in the place of another's result."""
+        copy = self._read(source)
+        name = self._names.get(source.name, source.name)
+        shard = self._sliced[region].get(name)
+        is_shared = name in self._shared[region]
+        if shard is None and not is_shared:
+            return copy
+        # Once a region: q, k and v read one copy of the hidden states, whose gradients are added up here, by autograd,
+        # before they are summed over the ranks: one all-reduce for the three.
+        if (region, source) not in self._in_region:
+            base = f"tensor_{source.name}_{region}"
+            if is_shared:
+                copy = self._add(shared(self._ranks), (copy,), reader, f"{base}_shared", source)
+            if shard is not None:
+                copy = self._part(shard, copy, reader, base, source)
+            self._in_region[region, source] = copy
+        return self._in_region[region, source]
+
+    def _part(
+        self, shard: TensorShard, whole: fx.Node, reader: fx.Node, base: str, value: fx.Node
+    ) -> fx.Node:
+        rows = shard.rows(self._ranks.position, self._ranks.size)
+        pieces = [
+            self._add(
+                aten.slice.Tensor,
+                (whole, shard.axis, first, first + count),
+                reader,
+                f"{base}_part_{i}",
+                value,
+            )
+            for i, (first, count) in enumerate(rows)
+        ]
+        if len(pieces) == 1:
+            return pieces[0]
+        return self._add(aten.cat.default, (pieces, shard.axis), reader, f"{base}_parts", value)
+
+    def _drawn(self, reader: fx.Node) -> fx.Node:
+        if self._number is None:
+            self._number = self._add(drawn(self._ranks), (), reader, "tensor_drawn", None)
+        return self._number
+
+    def _summed(self, node: fx.Node, operand: Any) -> fx.Node:
+        """Return the sum of the ranks' products, with the bias added once."""
+        # A bias is whole, and is added behind the sum: before it, each rank would add it once.
+        target: Any = node.target
+        bias: fx.Node | None = None
+        if target is aten.embedding.default:
+            table: Any = node.args[0]
+            first = self._first_of(self._parameters[self._names[table.name]])
+            args = (operand(table), operand(node.args[1]), *node.args[2:])
+            product = self._add(embedded(first), args, node, f"tensor_{node.name}_own", node)
+        elif target is aten.addmm.default:
+            bias, left, weight = (operand(each) for each in node.args)
+            product = self._add(aten.mm.default, (left, weight), node, f"tensor_{node.name}_product", node)
+        else:
+            bias_argument = argument(node, 2, "bias")
+            bias = operand(bias_argument) if isinstance(bias_argument, fx.Node) else None
+            left, weight = operand(node.args[0]), operand(node.args[1])
+            product = self._add(target, (left, weight), node, f"tensor_{node.name}_product", node)
+        total = summed(self._ranks)
+        if bias is None:
+            last = self._graph.create_node("call_function", total, (product,), {}, name=node.name)
+        else:
+            whole = self._add(total, (product,), node, f"tensor_{node.name}_sum", node)
+            last = self._graph.create_node(
+                "call_function", aten.add.Tensor, (whole, bias), {}, name=node.name
+            )
+        last.meta = dict(node.meta)
+        return last
+
+    def _first_of(self, shard: TensorShard) -> int:
+        """Return the first row, or column, that this rank has of what is cut into one part a rank."""
+        return shard.rows(self._ranks.position, self._ranks.size)[0][0]
+
+    # ---- sizes of parts ------------------------------------------------------------------------
+
+    def _local(
+        self, node: fx.Node, shard: TensorShard, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return an operator's arguments with the sizes that this rank's part has."""
+        degree = self._ranks.size
+
+        # 4 heads of 8 features on 2 ranks:
+        #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
+        #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
+        # A size that was left open (a length) never lies along the axis that is cut.
+        def own(size: Any) -> Any:
+            if not isinstance(size, int) or (size > 0 and size % degree):
+                raise CaptureError(
+                    f"{node.target} ({node.name}) has size {size} where it is cut into {degree}; pad batches to one "
+                    "length, or set tensor_parallel to 1"
+                )
+            return size // degree if size > 0 else size
+
+        if node.target in _SIZES_AT:
+            place = _SIZES_AT[node.target]
+            sizes = list(args[place])
+            sizes[shard.axis] = own(sizes[shard.axis])
+            return (*args[:place], sizes, *args[place + 1 :]), kwargs
+        if node.target is aten.unflatten.int:
+            first = int(args[1]) % (len(_shape(node)) - len(args[2]) + 1)
+            if 0 <= shard.axis - first < len(args[2]):
+                sizes = list(args[2])
+                sizes[shard.axis - first] = own(sizes[shard.axis - first])
+                return (args[0], args[1], sizes, *args[3:]), kwargs
+        axis = int(argument(node, 2, "dim", 0)) if node.target in _SPLITS else None
+        if axis is not None and axis % len(_shape(node.all_input_nodes[0])) == shard.axis:
+            sizes = [own(size) for size in args[1]] if isinstance(args[1], (list, tuple)) else own(args[1])
+            return (args[0], sizes, *args[2:]), kwargs
+        if node.target is aten.slice.Tensor and int(args[1]) % len(_shape(node)) == shard.axis:
+            stops = [
+                size // degree if isinstance(size, int) and abs(size) < 1 << 62 else size
+                for size in args[2:4]
+            ]
+            return (*args[:2], *stops, *args[4:]), kwargs
+        return args, kwargs
+
+
+def _shape(node: fx.Node) -> Any:
+    value = node.meta["val"]
+    assert isinstance(value, Tensor)
+    return value.shape

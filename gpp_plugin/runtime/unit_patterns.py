@@ -35,7 +35,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.runtime.batches import Batch, lately, units_of
 from gpp_plugin.runtime.compute import BoundaryGradients, boundary_gradients
-from gpp_plugin.runtime.memory.activation_policy import INSIDE
+from gpp_plugin.runtime.memory.segments import INSIDE
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.rank_programs import channels_of, held_tensors, make_programs, match_blocks
 from gpp_plugin.runtime.stage_module import Reference, StageCode

@@ -34,7 +34,7 @@ from gpp_plugin.model.backend_planning import (
     is_requested,
     measure_compiled,
 )
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
+from gpp_plugin.runtime.memory.segments import StageOperators
 from gpp_plugin.runtime.stage_module import StageCode, StageFunction, build_stage_function
 from tests.compilers import compile_plainly
 from tests.models import build, captured_once

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gpp_plugin.collage.candidates import OperatorGroup, Placement
-from gpp_plugin.collage.op_placement import SearchSettings, decode, place_operators, search_placements
+from gpp_plugin.collage.op_placement import (
+    OperatorGroup,
+    Placement,
+    SearchSettings,
+    decode,
+    place_operators,
+    search_placements,
+)
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph
 
 LIBRARIES = ("one", "two")
@@ -19,7 +25,7 @@ def chain(size: int) -> OperatorGraph:
 
 def op_level_of(graph: OperatorGraph) -> Placement:
     groups = [OperatorGroup("torch", 1 << i) for i in range(len(graph.operators))]
-    return place_operators(graph, groups, lambda group: 1.0).placement
+    return place_operators(graph, groups, lambda group: 1.0)
 
 
 def test_it_finds_a_mix_where_that_is_fastest() -> None:
@@ -39,7 +45,7 @@ def test_it_finds_a_mix_where_that_is_fastest() -> None:
     settings = SearchSettings(population=24, parents=8, generations=40, patience=12)
     options = {"singles": ("torch", *LIBRARIES), "libraries": LIBRARIES, "settings": settings}
     found, again = (search_placements(graph, op_level_of(graph), measure, **options) for _ in range(2))
-    assert [(g.backend, g.operators) for g in found.best.groups] == [("one", 0x0F), ("two", 0xF0)]
+    assert [(g.backend, g.operators) for g in found[0].groups] == [("one", 0x0F), ("two", 0xF0)]
     assert again == found, "the same seed, the same search"
 
 
@@ -54,10 +60,6 @@ def test_digits_give_operators_to_libraries_and_join_those_that_touch() -> None:
         OperatorGroup("one", 0b0110),
         OperatorGroup("two", 0b1000),
     )
-    alone = decode(
-        graph, op_level, {1: 1, 2: 1}, LIBRARIES, can_run=lambda group: group.operators.bit_count() == 1
-    )
-    assert [g.operators for g in alone.groups] == [0b0001, 0b0010, 0b0100, 0b1000]
 
 
 def test_nothing_that_can_be_measured_is_said() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 import gpp_plugin
-from gpp_plugin.collage.candidates import (
+from gpp_plugin.collage.op_placement import (
     BackendPatterns,
     add_backend,
     add_backend_pattern,
@@ -144,9 +144,9 @@ def test_what_matches_nothing_is_named() -> None:
     own = BackendPatterns(
         backend="mine", patterns=[is_op("gelu")(wildcard()), is_op("relu")], rules=[Fuses()]
     )
-    found = find_candidates(residual(), [own])
-    assert found.unmatched == ("pattern gelu(*) of backend 'mine'",)
-    assert len(found.groups) == len(set(found.groups)) == 6  # relu by itself is a pattern's and the rule's
+    groups, unmatched = find_candidates(residual(), [own])
+    assert unmatched == ["pattern gelu(*) of backend 'mine'"]
+    assert len(groups) == len(set(groups)) == 6  # relu by itself is a pattern's and the rule's
 
 
 def test_backends_patterns_and_rules_are_registered_by_name() -> None:

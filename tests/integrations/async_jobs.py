@@ -35,7 +35,7 @@ def train(name: str, mini_batch: int, config: dict[str, Any]) -> dict[str, Any]:
     """Train 20 mini-batches; return losses, what flushes returned, final parameters, and the stages."""
     engine, batches = make(name, mini_batch, config)
     losses, flushed = steps(engine, batches), float(engine.flush())
-    versions = next(iter(engine._rank_runner.stage_runners[0]._codes._known.values())).versions
+    versions = next(iter(engine._rank_runner.stage_runners[0]._codes.values())).versions
     return {
         "losses": losses,
         "flushed": flushed,

@@ -15,7 +15,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.planned_lengths import UnitSize
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
 from tests.plan.test_planned_lengths import sized
 from tests.ranks import run_kept_ranks

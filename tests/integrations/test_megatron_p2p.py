@@ -16,7 +16,7 @@ from gpp_plugin.integrations.megatron.p2p import MEGATRON_TRANSPORT
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.plugins import TransportRequest
-from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.messages.routes import Payload
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks, run_ranks

@@ -27,7 +27,7 @@ from gpp_plugin.model.generation.generator import (
 )
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.model.generation.owned_modules import DrawsOfAll, ReplicaPart, replicas_of
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from tests.integrations.generation_jobs import Kept, generating, prompts, ways
 
@@ -150,7 +150,7 @@ def test_every_rank_draws_as_rank_0_and_only_rank_0_draws_on() -> None:
         asked: list[int] = []
         generator._setting = SimpleNamespace(rank=rank, device=torch.device("cpu"))  # type: ignore[assignment]
         generator._collectives = SimpleNamespace(  # type: ignore[assignment]
-            tell=lambda value, source, what, asked=asked: asked.append(source) or told
+            broadcast=lambda value, source, what, asked=asked: asked.append(source) or told
         )
         with generator._same_streams():
             ends[rank] = torch.rand(4).tolist()

@@ -43,8 +43,8 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "checkpoints": ("engine/checkpoints/*",),
     "data": ("engine/loading/*", "data.py"),
     "units": (
-        "plan/costs/planned_lengths.py", "runtime/code_by_shape.py", "runtime/stage_runner.py",
-        "runtime/unit_patterns.py", "runtime/batches.py", "runtime/input_rows.py",
+        "plan/costs/planned_lengths.py", "runtime/stage_runner.py", "runtime/unit_patterns.py",
+        "runtime/batches.py", "runtime/input_rows.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/compare_capture.py", "model/verification.py"),
     "guards of steps": (

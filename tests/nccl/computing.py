@@ -33,8 +33,11 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
-from gpp_plugin.runtime.memory.activation_policy import StageActivations, backwards_after
-from gpp_plugin.runtime.memory.module_policies import make_stage_activations
+from gpp_plugin.runtime.memory.activation_policy import (
+    StageActivations,
+    backwards_after,
+    make_stage_activations,
+)
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.runtime.tensor_ranks import TensorRanks, drawn, seeded, shared, summed

@@ -44,7 +44,7 @@ from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.input_rows import InputLink
 from gpp_plugin.runtime.messages import transport
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from tests.models import build
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues
 from tests.nccl.coverage_counts import everything
@@ -262,7 +262,7 @@ FAULTS = (
     Fault(f"{_MAIL}.awaited", "if not self", "if n and not self"),
     Fault(f"{_MAIL}.finish_sends", "self._sends.popleft().wait()", "self._sends.popleft()"),
     Fault(f"{_MAIL}._reap_sends", "pending.popleft().wait()", "pending.popleft()", job="wide"),
-    Fault(f"{_MAIL}._send", "self._sends.append(pending)", "pass"),
+    Fault(f"{_MAIL}.compile_send", "self._sends.append(pending)", "pass"),
     Fault(f"{_MAIL}.hand_over", "carry.sends.extend(self._sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._sends.extend(carry.sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message)", "_ = carry.received.pop(message)", job="windows"),
@@ -306,9 +306,9 @@ FAULTS = (
     Fault(f"{_ROWS}:CudaCopyStream.wait", "torch.cuda.current_stream(self._device).wait_event(event)", "pass"),
     Fault(f"{_ROWS}:CudaCopyStream.record", "self._stream.record_event()", "torch.cuda.current_stream(self._device).record_event()"),
     Fault(f"{_ROWS}:CudaCopyStream.copy", "with torch.cuda.stream(self._stream):", "if True:"),
-    Fault(f"{_ROWS}:InputRows.__getitem__", "self._link.wait(event)", "pass"),
-    Fault(f"{_ROWS}:InputRows.release", "self._link.wait(self._events[-1])", "pass", job="rows"),
-    Fault(f"{_ROWS}:InputLink.give_back", "buffer.read = event", "pass"),
+    Fault(f"{_ROWS}:InputRows.__getitem__", "self._stream.wait(event)", "pass"),
+    Fault(f"{_ROWS}:InputRows.release", "self._stream.wait(self._events[-1])", "pass", job="rows"),
+    Fault(f"{_ROWS}:InputRows.release", "buffer.read = self._events[-1]", "pass"),
     Fault(f"{_ROWS}:InputLink._staged", "buffer.read.synchronize()", "pass"),
     Fault(f"{_ROWS}:InputLink._copy_beside", "events.append(stream.record())", "events.append(events[0] if events else stream.record())"),
     Fault(f"{_ROWS}:InputLink._copy_beside", "made[id(part)] = self._allocate(part, dtype)", "with torch.cuda.stream(stream._stream): made[id(part)] = self._allocate(part, dtype)"),

@@ -32,19 +32,17 @@ from gpp_plugin.runtime.compute import (
     AutogradCompute,
     BoundaryGradients,
     ComputeByShape,
-    VersionedHooks,
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
-from gpp_plugin.runtime.messages.payloads import BoundarySpecs, held_shape
+from gpp_plugin.runtime.messages.routes import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport
 from gpp_plugin.runtime.rank_programs import channels_of, spec_of_unit
-from gpp_plugin.runtime.ranks import waiting
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks import collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, begin_all_gather
 from gpp_plugin.runtime.ranks.failure_board import HERE
-from gpp_plugin.runtime.ranks.waiting import begin_all_gather
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
@@ -603,9 +601,10 @@ class RankJob:
                     self._links[stage].slice_batch(
                         batch,
                         list(batch),
-                        stage=plan.stages[stage],
-                        rank=self._rank,
-                        num_micro_batches=plan.num_micro_batches(stage),
+                        samples=[
+                            plan.stages[stage].samples(m, self._rank)
+                            for m in range(plan.num_micro_batches(stage))
+                        ],
                         specs=_ROWS,
                         dtype=torch.float32,
                     )
@@ -699,7 +698,7 @@ class RankJob:
             compute=compute(specs) if isinstance(specs, Mapping) else self._of_units(index, specs, compute),
             specs=specs,
             transport=transport,
-            hooks=hooks if versions is None else VersionedHooks(hooks, versions),
+            hooks=hooks,
             device=CUDA,
             loss=LOSS if self._real is not None and index in self._plan.loss_stages() else None,
             is_training=is_training,
@@ -707,6 +706,7 @@ class RankJob:
             next_specs=next_specs,
             local_transfers=self._local_transfers,
             weights=weights,
+            versions=versions,
         )
 
     def _of_units(
@@ -741,7 +741,7 @@ def record_rank(
     tape = Tape(rank)
     cuda = FakeCuda(tape, num_devices=num_ranks)
     fake = FakeDistributed(cuda, num_ranks, told={} if told is None else told, is_bound=is_bound)
-    polled = mock.patch.object(waiting, "_poll", lambda work, seconds: work.end())
+    polled = mock.patch.object(collectives, "_poll", lambda work, seconds: work.end())
     with (
         torch.random.fork_rng(devices=[]),
         recorded_cuda(cuda),

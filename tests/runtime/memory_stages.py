@@ -17,8 +17,8 @@ from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
 from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
-from gpp_plugin.runtime.memory.module_policies import make_stage_activations
+from gpp_plugin.runtime.memory.activation_policy import make_stage_activations
+from gpp_plugin.runtime.memory.segments import StageOperators
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from tests.models import build

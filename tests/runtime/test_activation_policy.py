@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.runtime.memory.activation_policy import ActivationPolicy, Pass, StageActivations
-from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
+from gpp_plugin.runtime.memory.activation_policy import ActivationPolicy, StageActivations
+from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter, Pass
 from gpp_plugin.runtime.memory.recompute import Held, Replay
 from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink, SwappedStorage
 

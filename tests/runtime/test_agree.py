@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks.agree import do_together, exchange
+from gpp_plugin.runtime.ranks.collectives import do_together, exchange
 from gpp_plugin.runtime.ranks.job_board import engine_call
 from tests.ranks import open_test_board, run_kept_ranks
 

@@ -80,7 +80,7 @@ def test_the_batch_is_held_by_the_batch_however_it_lies_in_memory() -> None:
         )
         kept = sum(c.saved_bytes_per_sample * SAMPLES + c.saved_bytes_fixed for c in profile.costs)
         rows = InputLink(CPU).slice_batch(
-            given, stage.function.batch_inputs, stage=whole, rank=0, num_micro_batches=2, specs=specs,
+            given, stage.function.batch_inputs, samples=[whole.samples(m, 0) for m in range(2)], specs=specs,
             dtype=torch.float32,
         )  # fmt: skip
         swapped, dropped = plan_swap(stage), memory_plan(stage, chunks(stage, 1))

@@ -89,9 +89,7 @@ def sliced(link: InputLink, batch: Any, dtype: torch.dtype | None = None) -> Inp
     return link.slice_batch(
         batch,
         ["x", "images", "ids", "table"],
-        stage=STAGE,
-        rank=1,
-        num_micro_batches=2,
+        samples=[STAGE.samples(micro_batch, 1) for micro_batch in range(2)],
         specs=SPECS,
         dtype=dtype,
     )

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from gpp_plugin.runtime.memory import module_policies
+from gpp_plugin.runtime.memory import activation_policy
 from tests.integrations.engine_jobs import logged, make_engine
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors, train_reference
@@ -49,10 +49,10 @@ def train(job: jobs.Job) -> dict[str, Any]:
     model, make_batch = jobs.build_model(job)
     batches = make_batches(make_batch, job)
     losses, evaluated, gradients = [], [], []
-    export, survey = torch.export.export, module_policies.SurveyPass
+    export, survey = torch.export.export, activation_policy.SurveyPass
     with (
         mock.patch.object(torch.export, "export", wraps=export) as exports,
-        mock.patch.object(module_policies, "SurveyPass", wraps=survey) as surveys,
+        mock.patch.object(activation_policy, "SurveyPass", wraps=survey) as surveys,
         logged("gpp_plugin") as records,
     ):
         if "overrides" in job:

@@ -25,10 +25,10 @@ from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
-from gpp_plugin.runtime.code_by_shape import RunnerContext
-from gpp_plugin.runtime.messages.payloads import payloads_of, specs_of
+from gpp_plugin.runtime.messages.routes import payloads_of, specs_of
 from gpp_plugin.runtime.rank_programs import make_programs, plan_of_units, spec_of_unit
 from gpp_plugin.runtime.rank_runner import RankRunner
+from gpp_plugin.runtime.stage_runner import RunnerContext
 from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules

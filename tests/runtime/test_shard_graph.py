@@ -21,9 +21,16 @@ from gpp_plugin.capture.find_regions import regions_of_stage
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime import tensor_ranks
-from gpp_plugin.runtime.shard_graph import cross_entropy, embedded, shard_graph
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, joined, own_part, seeded
+from gpp_plugin.runtime.tensor_ranks import (
+    TensorRanks,
+    cross_entropy,
+    embedded,
+    joined,
+    own_part,
+    seeded,
+    shard_graph,
+)
 from tests.models import build
 
 
@@ -117,8 +124,8 @@ def check_ranks(
 
     def run(position: int) -> None:
         ranks = TensorRanks(stage="all", position=position, size=degree)
-        sharded = shard_graph(captured, regions, ranks, nodes)
-        function = build_stage_function(sharded.captured, [*nodes, *sharded.added], [loss])
+        sharded, added = shard_graph(captured, regions, ranks, nodes)
+        function = build_stage_function(sharded, [*nodes, *added], [loss])
         own = {
             n: own_part(t, cuts[n], position, degree).requires_grad_() if n in cuts else t
             for n, t in tensors.items()

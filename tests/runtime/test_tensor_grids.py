@@ -25,7 +25,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_gradients
-from gpp_plugin.runtime.executor import StageExecutor
+from gpp_plugin.runtime.executor import StageExecutor, run_steps
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
@@ -272,8 +272,9 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
     )
     rows = [stage.samples(m, rank) for m in range(plan.num_micro_batches(index))]
     whole = shard(data, stage, rank, axes[index])
-    result = executor.run([(whole[r.first_sample : r.end],) for r in rows])
-    return held, result.losses, transport
+    inputs = [(whole[r.first_sample : r.end],) for r in rows]
+    run_steps(program, executor.steps, (executor,), (inputs,), record=False, carries=(None,))
+    return held, executor.result.losses, transport
 
 
 def alone(plan: PipelinePlan, data: Tensor) -> tuple[list[dict[str, Tensor]], float]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.runtime.ranks.collectives import collective_timeout_s
 from tests.integrations.engine_jobs import B, U, config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import chain_plan

@@ -26,8 +26,7 @@ from gpp_plugin.runtime.messages.mailbox import (
     Mailbox,
     pack_entry,
 )
-from gpp_plugin.runtime.messages.payloads import Payload
-from gpp_plugin.runtime.messages.routes import MessageEntry, RowSource
+from gpp_plugin.runtime.messages.routes import MessageEntry, Payload, RowSource
 from gpp_plugin.runtime.messages.transport import (
     PACKED_BYTES,
     MessagePlace,
@@ -292,13 +291,28 @@ def test_a_mini_batch_that_failed_leaves_nothing_in_a_mailbox() -> None:
     assert not carry.received and not carry.sends and not carry.sends_of
 
 
-def test_a_window_leaves_to_the_next_what_no_task_of_it_reads_and_what_is_under_way() -> None:
+def test_a_window_leaves_to_the_next_what_no_task_of_it_reads_and_what_is_under_way(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("gpp_plugin.runtime.messages.mailbox.pack_entry", lambda entry, made: None)
     first, sends, carry = mailbox(), [Under() for _ in range(3)], Carry(shift=4)
     first.inbox[:] = [[torch.full((1,), float(n))] for n in range(3)]
     first.shift = 4
-    for number, pending in enumerate(sends):
-        post: Any = lambda tensors, pending=pending: pending  # noqa: E731
-        first._send(post, message(0, micro_batch=number), (), {}, 2**number)
+    entries: Any = [(SimpleNamespace(payload=SimpleNamespace(num_bytes=2**n)),) for n in range(3)]
+    vars(first._routes).update(
+        sends=[(message(0, micro_batch=n), entries[n]) for n in range(3)], drops=[()] * 3
+    )
+    vars(first).update(
+        _names=["edge"],
+        _marks=[],
+        _most_sends=3,
+        _transport=SimpleNamespace(
+            prepost_depth=0,
+            bind_send=lambda sent, payloads, edge: lambda tensors: sends[sent.src_micro_batch],
+        ),
+    )
+    for number in range(3):
+        first.compile_send(number, {})()
     assert first.most_bytes == 1 + 2 + 4
     first.finish_sends_of(1)
     assert [pending.waits for pending in sends] == [0, 1, 0], "the micro-batch counted without the shift"

@@ -52,7 +52,7 @@ def test_units_without_images_of_a_model_whose_python_reads_values(tmp_path: Pat
     keys = {
         key
         for runner in job.runners
-        for key, code in runner.stage_runners[0]._codes._known.items()
+        for key, code in runner.stage_runners[0]._codes.items()
         if code.pattern.lacks
     }
     assert len(keys) == 2

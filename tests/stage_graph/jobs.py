@@ -76,11 +76,11 @@ def run_in_double(
     from gpp_plugin.model.model_source import ModelSource
     from gpp_plugin.model.preparation import Setting
     from gpp_plugin.plan.costs.memory_formula import differences
-    from gpp_plugin.runtime.code_by_shape import RunnerContext
     from gpp_plugin.runtime.messages.transport import make_transport
     from gpp_plugin.runtime.rank_programs import channels_of, make_programs, tied_stages
     from gpp_plugin.runtime.rank_runner import RankRunner
     from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
+    from gpp_plugin.runtime.stage_runner import RunnerContext
     from gpp_plugin.schedule.program_sets import RankPrograms
 
     rank, device = dist.get_rank(), torch.device("cpu")
@@ -108,6 +108,7 @@ def run_in_double(
     (module,) = source.make_modules(runner, batch)
     runner.bind([module], [SumHooks(module, plan, tied_stages(plan, reference))])
     result = runner.run(batch, count=count)
+    counts = next(iter(result.memories.values()), None)
     total = torch.tensor(sum(float(loss) * count for loss, count in result.losses), dtype=torch.float64)
     dist.all_reduce(total)
     gradients: dict[str, Tensor] = {
@@ -118,8 +119,8 @@ def run_in_double(
     return {
         "loss": float(total) / plan.mini_batch,
         "gradients": gradients,
-        "counts": result.memory,
-        "differences": [] if result.memory is None else differences(plan, own, result.memory),
+        "counts": counts,
+        "differences": [] if counts is None else differences(plan, own, counts),
         "memory": plan.stages[own].memory,
         "saves": sum(m.recomputed_bytes + m.swapped_bytes for s in plan.stages if (m := s.memory)),
         "needs": {s.name: s.memory_bytes for s in plan.stages},

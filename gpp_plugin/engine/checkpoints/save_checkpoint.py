@@ -57,7 +57,7 @@ from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.serialize import dumps, escape_name, from_plain, to_plain
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.job_board import job_board
 
 # The files that one rank brings to a checkpoint, as tensors that are not yet written.

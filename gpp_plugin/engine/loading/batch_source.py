@@ -40,10 +40,9 @@ from gpp_plugin.runtime.batches import (
     shape_key,
     unit_key,
 )
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, own_name, wait_for
 from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.job_board import shared_error
-from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
 
 LOADING_TIMEOUT_S = 600.0
 """How long ranks wait for one that loads data; a failure they hear of at once."""
@@ -351,7 +350,7 @@ class BatchSource:
     def _failure_of(self, failed: int, own: BaseException | None) -> BaseException:
         """Return this rank's own error, or what it raises for that of the rank that ``failed``; collective."""
         why = describe_error(own) if own is not None else ""
-        why = self.collectives.tell(why, source=failed, what="the error of another rank's data")
+        why = self.collectives.broadcast(why, source=failed, what="the error of another rank's data")
         if own is not None:
             return own
         return shared_error(
@@ -460,7 +459,7 @@ class BatchSource:
             own = UnitBatch(units=tuple(mini_batch_shapes(unit) for unit in batch.units))
         elif batch is not None:
             own = mini_batch_shapes(batch)
-        reported = self.collectives.tell(
+        reported = self.collectives.broadcast(
             own, source=self.source, what=f"a new shape, from rank {self.source}"
         )
         assert reported is not None

@@ -259,7 +259,7 @@ class TrainingData:
             source, own = self._batch_source, None
             if source.rank == source.source:
                 own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
-            shared: dict[str, Any] | None = source.collectives.tell(
+            shared: dict[str, Any] | None = source.collectives.broadcast(
                 own, source=source.source, what="the position in the data"
             )
             return shared

@@ -24,7 +24,7 @@ from deepspeed.ops.op_builder import builder
 
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.integrations.deepspeed.config_values import StageConfig, torch_adam_params
-from gpp_plugin.runtime.ranks.agree import exchange
+from gpp_plugin.runtime.ranks.collectives import exchange
 
 # Which implementation of Adam a DeepSpeed configuration gets: DeepSpeed's own is compiled where it is first used.
 #

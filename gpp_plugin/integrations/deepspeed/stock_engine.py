@@ -45,12 +45,12 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting, materialize_for
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
-from gpp_plugin.runtime.code_by_shape import MAX_SHAPES
 from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.recorder import start_clock
 from gpp_plugin.runtime.stage_module import Reference, StageFunction, StageModule, build_stage_function
+from gpp_plugin.runtime.stage_runner import MAX_SHAPES
 
 # One stage of a captured model as a layer for DeepSpeed's `PipelineModule`: a tuple of tensors in, one out.
 #
@@ -317,12 +317,11 @@ class ChainRunner:
     def micro_batches(self, batch: Batch, code: ChainCode, count: int) -> InputRows:
         """Return what this rank loads of each micro-batch."""
         setting = self.source.setting
+        stage = self.plan.stages[self.stage_index]
         return self._input_link.slice_batch(
             batch,
             code.chain.loads,
-            stage=self.plan.stages[self.stage_index],
-            rank=setting.rank,
-            num_micro_batches=count,
+            samples=[stage.samples(micro_batch, setting.rank) for micro_batch in range(count)],
             specs=code.specs,
             dtype=setting.dtype,
         )

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.serialize import write_text_whole
-from gpp_plugin.runtime.ranks.agree import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives
 
 logger = logging.getLogger(__name__)
 

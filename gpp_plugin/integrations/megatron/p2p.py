@@ -34,10 +34,10 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.plan.edge_transports import MEGATRON, choose_edge_transports
 from gpp_plugin.plugins import Channel, Pending, Post, Transport, TransportFactory, TransportRequest
-from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.messages.routes import Payload
 from gpp_plugin.runtime.messages.sockets import widen_open_sockets, widened_sockets
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, MessagePlace, Posted
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.runtime.ranks.collectives import collective_timeout_s
 
 Pair = tuple[int, int]
 """The ranks of an edge, the lower one first."""

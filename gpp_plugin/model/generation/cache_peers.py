@@ -25,7 +25,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import LongestCaches, attention_weights, kv_width
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes, held_blocks
 from gpp_plugin.report.units import format_bytes
-from gpp_plugin.runtime.ranks.waiting import own_name, wait_for
+from gpp_plugin.runtime.ranks.collectives import own_name, wait_for
 
 # Whether caches fit, and so where those of "auto" lie: a prompt too long is refused before anything runs.
 #

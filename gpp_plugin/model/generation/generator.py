@@ -62,8 +62,8 @@ from gpp_plugin.model.generation.stage_tensors import ReplicaRun, StageTensor
 from gpp_plugin.plan.costs.long_context import cache_bytes, cut_cache_bytes
 from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
-from gpp_plugin.runtime.ranks.agree import Collectives, exchange
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
+from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
@@ -510,7 +510,7 @@ class Generator:
         """Let all ranks draw what rank 0 would; the others draw on as if nothing had been drawn."""
         # As one process with rank 0's seed would draw: rank 0's own generators continue, the others' come back.
         device = self._setting.device
-        gathered = self._collectives.tell(
+        gathered = self._collectives.broadcast(
             streams_of(device), source=0, what="the random state of a generation"
         )
         if self._setting.rank == 0:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.runtime.random_streams import Streams, set_streams, streams_of
-from gpp_plugin.runtime.ranks.waiting import own_name, wait_for_message
+from gpp_plugin.runtime.ranks.collectives import own_name, wait_for_message
 
 T = TypeVar("T")
 

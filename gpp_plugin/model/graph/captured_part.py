@@ -48,10 +48,9 @@ from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
-from gpp_plugin.runtime.memory.activation_policy import StageOperators
-from gpp_plugin.runtime.shard_graph import shard_graph
+from gpp_plugin.runtime.memory.segments import StageOperators
 from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorLinks
+from gpp_plugin.runtime.tensor_ranks import TensorLinks, shard_graph
 
 MAX_READINGS = 64
 """Shapes, and readings of a shape, whose guards are stored."""
@@ -448,12 +447,12 @@ class CapturedPart:
         assert self._links is not None, "a rank of a job has its place"
         regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, plan, index)
         own = [node for of_block in blocks.values() for node in of_block]
-        sharded = shard_graph(captured, regions, self._links.of(stage), own)
+        sharded, neighbours = shard_graph(captured, regions, self._links.of(stage), own)
         beside = {name: block for block, names in blocks.items() for name in names}
         added: dict[str, list[str]] = {}
-        for name, neighbour in sharded.added.items():
+        for name, neighbour in neighbours.items():
             added.setdefault(beside[neighbour], []).append(name)
-        return sharded.captured, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}
+        return sharded, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}
 
     def _cut(
         self,

@@ -17,7 +17,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph, OpN
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.model.graph.module_trial import Shapes, loss_node
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
-from gpp_plugin.runtime.memory.activation_policy import INSIDE
+from gpp_plugin.runtime.memory.segments import INSIDE
 from gpp_plugin.runtime.stage_module import Reference
 
 # ---- a captured part under the names of the whole graph --------------------------------------------------------

@@ -52,7 +52,7 @@ from gpp_plugin.model.materialize import derive_seed
 from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
 from gpp_plugin.model.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
-from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
+from gpp_plugin.runtime.ranks.collectives import broadcast_result, exchange
 from gpp_plugin.runtime.stage_module import Reference, StageCode, make_reference
 from gpp_plugin.runtime.tensor_ranks import TensorLinks
 

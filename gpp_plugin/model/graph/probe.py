@@ -40,7 +40,7 @@ from gpp_plugin.model.graph.module_trial import (
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.agree import broadcast_result
+from gpp_plugin.runtime.ranks.collectives import broadcast_result
 
 logger = logging.getLogger(__name__)
 

@@ -36,7 +36,7 @@ from gpp_plugin.profile.cost_store import CostStore
 from gpp_plugin.profile.machine import describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.ranks.agree import broadcast_result, exchange
+from gpp_plugin.runtime.ranks.collectives import broadcast_result, exchange
 
 # Profiles of users' modules on disk: looked up before a stage is timed, stored after, under what the module is.
 #

@@ -9,221 +9,77 @@
 The shell handles micro-batches, their halves, what comes next and the counter. What happens to a saved tensor is
 decided by a `Pass`, one a forward, that the `ActivationPolicy` of the stage's code makes:
 
-    everything stays (and is counted)     `ActivationPolicy`         here
+    everything stays (and is counted)     `ActivationPolicy`
     captured code                         `CapturedPolicy`     by name in its first pass, by position in all others
     a user's module that swaps            `SwapByNumber`       by the number of the tensor's storage
     a user's module that runs again       `RunAgain`           dropped, but for what is there anyway
 
 A stage without a memory plan that is not counted has none of this, and pays one comparison a task for that.
+
+Nothing says what the operators inside of a user's module are, so plans name its storages by number (`StorageNumbers`),
+in the order in which it first keeps them, and recompute it as one segment (Chen et al., 2016, arXiv:1604.06174).
+
+Source: Chen et al. 2016 (arXiv 1604.06174); Capuchin (ASPLOS 2020, doi 10.1145/3373376.3378505)
+Tests: tests/plan/test_module_memory.py, tests/runtime/test_module_swap.py, tests/stage_graph/test_recompute.py,
+    tests/runtime/test_memory_ranks.py
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import saving_separately
-from gpp_plugin.errors import PlanError, RuntimeFailure
+from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.runtime.memory.counting import HeldTogether, MemoryCounter
-from gpp_plugin.runtime.memory.swap import SwapLink
-
-# A stage's `MemoryPlan` in terms of its operators, checked before anything runs.
-
-INSIDE = ":inside"
-"""Ends the names of what an operator keeps beside operands and results."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageOperators:
-    """What a captured stage is made of, by names that hold at every shape.
-
-    Args:
-        blocks: block of the stage -> its operators. Operators of the stage's code that are in none are replicated
-            ones, cheap and made of the model's inputs.
-        storage_of: operator or received tensor -> the one in whose storage it lies; left out where that is its own.
-        local: operator as plans call it -> as the code does; left out where they agree.
-        repeated: keys and values that attention repeats for its heads where it has a mask, and the same as they are,
-            which it keeps where it has none.
-    """
-
-    blocks: Mapping[str, tuple[str, ...]]
-    storage_of: Mapping[str, str]
-    local: Mapping[str, str] = field(default_factory=dict)
-    repeated: Sequence[tuple[str, str]] = ()
-
-    def tensor(self, name: str) -> str:
-        """Return what the code calls a tensor of a plan."""
-        operator = name.removesuffix(INSIDE)
-        return self.local.get(operator, operator) + name.removeprefix(operator)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class MemoryPolicy:
-    """What happens to the tensors that autograd keeps, by the names of `SavedTensor`.
-
-    Args:
-        segments: operators of each recomputed segment; ``dropped``: the tensors it makes again.
-        operators: all operators of the stage's blocks.
-        stand_ins: tensor -> those that are saved in its place where attention has no mask, or has one: a plan that
-            names either means both.
-    """
-
-    segments: tuple[frozenset[str], ...]
-    dropped: tuple[frozenset[str], ...]
-    swapped: frozenset[str]
-    operators: frozenset[str]
-    storage_of: Mapping[str, str]
-    stand_ins: Mapping[str, frozenset[str]] = field(default_factory=dict)
-
-    @cached_property
-    def segment_of(self) -> dict[str, int]:
-        """Return the segment of each operator that has one."""
-        return {node: i for i, nodes in enumerate(self.segments) for node in nodes}
-
-    def root(self, name: str) -> str:
-        """Return the operator, or the stage's input, in whose storage a result lies."""
-        return self.storage_of.get(name, name)
-
-
-def make_policy(stage: str, plan: MemoryPlan, operators: StageOperators) -> MemoryPolicy:
-    """Translate a plan's blocks to operators.
-
-    Raises:
-        PlanError: a segment has blocks that the stage lacks or that another segment has, or a tensor is to be both
-            swapped and made again.
-    """
-    taken: set[str] = set()
-    for segment in plan.recomputed:
-        absent = [name for name in segment.blocks if name not in operators.blocks]
-        if absent:
-            raise PlanError(
-                f"stage {stage!r}: a segment to run again has block {absent[0]!r}, which is not one of the stage's; "
-                "plan again for this model and granularity"
-            )
-        twice = [name for name in segment.blocks if name in taken]
-        if twice:
-            raise PlanError(f"stage {stage!r}: block {twice[0]!r} is in two segments to run again; keep one")
-        taken.update(segment.blocks)
-    dropped = {name for segment in plan.recomputed for name in segment.tensors}
-    both = [tensor.name for tensor in plan.swapped if tensor.name in dropped]
-    if both:
-        raise PlanError(f"stage {stage!r}: tensor {both[0]!r} is both swapped and made again; choose one")
-    return MemoryPolicy(
-        segments=tuple(
-            frozenset(node for block in segment.blocks for node in operators.blocks[block])
-            for segment in plan.recomputed
-        ),
-        dropped=tuple(frozenset(map(operators.tensor, segment.tensors)) for segment in plan.recomputed),
-        swapped=frozenset(operators.tensor(tensor.name) for tensor in plan.swapped),
-        operators=frozenset(node for nodes in operators.blocks.values() for node in nodes),
-        storage_of=operators.storage_of,
-        stand_ins=_stand_ins(operators),
-    )
-
-
-def _stand_ins(operators: StageOperators) -> dict[str, frozenset[str]]:
-    found: dict[str, frozenset[str]] = {}
-    for pair in operators.repeated:
-        repeated, source = (operators.storage_of.get(name, name) for name in pair)
-        for name, other in ((repeated, source), (source, repeated)):
-            found[name] = found.get(name, frozenset()) | {other}
-    return found
-
+from gpp_plugin.runtime.memory.counting import (
+    HeldTogether,
+    MemoryCounter,
+    Packed,
+    Pass,
+    StorageNumbers,
+    pack_versioned,
+    storage_id,
+    unpack,
+)
+from gpp_plugin.runtime.memory.recompute import (
+    Held,
+    MovingPass,
+    PlannedPass,
+    Recipe,
+    Replay,
+    SecondForward,
+    SurveyPass,
+    Swap,
+    is_movable,
+)
+from gpp_plugin.runtime.memory.segments import (
+    INSIDE,
+    MemoryPolicy,
+    SegmentCode,
+    StageOperators,
+    make_policy,
+)
+from gpp_plugin.runtime.memory.swap import ReturnQueue, SwapLink
+from gpp_plugin.runtime.random_streams import streams_of
+from gpp_plugin.runtime.stage_module import StageFunction
 
 Turn = tuple[bool, int, int | None]
 """A task: whether it is (the end of) a backward, its micro-batch, its half."""
 NextBackward = Callable[[Turn], int | None]
 
-# ---- what autograd holds in place of a saved tensor ------------------------------------------------
-
-Versioned = tuple[Tensor, int]
-"""A saved tensor and its version, which autograd does not check where there are hooks."""
-
-
-Packed = Versioned | Callable[[], Tensor]
-"""What stands for a saved tensor: itself where it stays, else what brings it back from the host or makes it again."""
-
-
-def pack_versioned(tensor: Tensor) -> Versioned:
-    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
-    return tensor.detach(), tensor._version
-
-
-def unpack(packed: Packed) -> Tensor:
-    """Return the tensor that autograd saved.
-
-    Raises:
-        RuntimeFailure: it was written meanwhile.
-    """
-    if not isinstance(packed, tuple):
-        return packed()
-    tensor, version = packed
-    if tensor._version != version:
-        raise RuntimeFailure(
-            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
-            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
-            "in flight"
-        )
-    return tensor
-
-
 # ---- policies ---------------------------------------------------------------------------------------
-
-
-class Pass:
-    """One forward of a stage's code, of a micro-batch or half of one, and what is saved of it until its backward.
-
-    It holds nothing that autograd or a plan could release earlier: arguments and outputs pass through.
-
-    Args:
-        call: the code.
-        counter: None where nothing is counted.
-    """
-
-    def __init__(
-        self, call: Callable[..., tuple[Tensor, ...]], *, micro_batch: int, counter: MemoryCounter | None
-    ) -> None:
-        self._call = call
-        self._micro_batch = micro_batch
-        self._counter = counter
-
-    def packer(self) -> Callable[[Tensor], Packed]:
-        """Return what takes each tensor that autograd saves, in order, and says what stands for it."""
-        return self.keep
-
-    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the code on parameters and the model's inputs, and on what other stages sent; return its outputs."""
-        return self._call(*fixed, *received)
-
-    def keep(self, tensor: Tensor) -> Packed:
-        """Leave a saved tensor where it is."""
-        self.count(tensor)
-        return pack_versioned(tensor)
-
-    def count(self, tensor: Tensor) -> None:
-        """Count a tensor that stays on the device."""
-        if self._counter is not None:
-            self._counter.keep(self._micro_batch, tensor)
-
-    def finish(self) -> None:
-        """End the forward."""
-
-    def prefetch(self, *, beside_forward: bool = False) -> None:
-        """Bring back what the backward needs first; ``beside_forward`` as of `SwapLink.bring`."""
-
-    def call_behind(self, behind: Callable[[], None]) -> None:
-        """Call something when the backward uses the last that came back; never where nothing does."""
 
 
 class ActivationPolicy:
@@ -412,3 +268,370 @@ def enter_graph(tensor: Tensor) -> tuple[Tensor, Tensor]:
     leaf = torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape).requires_grad_(True)
     entered: Tensor = _Entry.apply(leaf, [tensor.detach()])  # type: ignore[no-untyped-call]
     return leaf, entered
+
+
+# ---- swapped ----------------------------------------------------------------------------------------
+
+
+class SwapByNumber(ActivationPolicy):
+    """Moves some storages of a module to the host.
+
+    The module need only save the same ones each time, and even that only so that what is
+    planned is what leaves: a module that branches otherwise saves or swaps other storages, and its gradients are the
+    same.
+
+    Args:
+        stage: its name, for messages.
+
+    Raises:
+        PlanError: the plan also recomputes, or names something else than storages of a module.
+    """
+
+    frees_received = True
+
+    def __init__(self, stage: str, plan: MemoryPlan, function: StageFunction, link: SwapLink) -> None:
+        assert function.given is not None
+        numbers = [tensor.name.rpartition(":")[2] for tensor in plan.swapped]
+        if plan.recomputed or not all(number.isdecimal() for number in numbers):
+            what = plan.swapped[0].name if plan.swapped else plan.recomputed[0].blocks[:3]
+            raise PlanError(
+                f"stage {stage!r} runs the user's own module as it is: it swaps some of what that keeps, or runs again "
+                f"as a whole, and its memory plan says {what!r}; plan again for this graph"
+            )
+        self._swapped = frozenset(map(int, numbers))
+        super().__init__(function.call)
+        self._module = function.given
+        self._link = link
+
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
+        """Return a forward that is about to run."""
+        numbers = StorageNumbers((*fixed, *self._module.buffers()))
+        return _NumberedPass(self._call, numbers, self._swapped, link=self._link, **context)
+
+
+class _NumberedPass(MovingPass):
+    """A forward whose saved tensors are known by the numbers of their storages."""
+
+    def __init__(
+        self,
+        call: Callable[..., tuple[Tensor, ...]],
+        numbers: StorageNumbers,
+        swapped: frozenset[int],
+        **context: Any,
+    ) -> None:
+        super().__init__(call, fixed=(), num_segments=0, **context)
+        self._numbers = numbers
+        self._swapped = swapped
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what moves the planned storages and keeps the others."""
+        # What was written to after it left is another storage on the host. In ``made = layer(x); made.sin();
+        # made.mul_(3.0); made * made`` the storage of ``made`` is saved at versions 0 and 1: slots 0 and 1.
+        slots: dict[tuple[int, int], int] = {}
+        free = itertools.count()
+
+        def pack(tensor: Tensor) -> Packed:
+            number = self._numbers.number(tensor)
+            if number not in self._swapped or not is_movable(tensor, self._link.device):
+                return self.keep(tensor)
+            key = number, tensor._version
+            if key not in slots:
+                slots[key] = next(free)
+            return self.pack(tensor, 0, Swap(slots[key]))
+
+        return pack
+
+
+# ---- run again --------------------------------------------------------------------------------------
+
+
+class RunAgain(ActivationPolicy):
+    """Runs a module again as a whole before its backward.
+
+    It is one segment: what its forward saved is dropped, but for what is there anyway. What it received, the random
+    state and the module's buffers as they were before the forward are saved instead. The second forward reads the
+    buffers that the first one read, and leaves them as it found them: statistics are updated once.
+
+    Args:
+        stage: its name, for messages.
+        blocks: all of the stage.
+
+    Raises:
+        PlanError: the plan swaps, or recomputes only some of the stage.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        plan: MemoryPlan,
+        blocks: tuple[str, ...],
+        function: StageFunction,
+        device: torch.device,
+    ) -> None:
+        if plan.swapped or [segment.blocks for segment in plan.recomputed] != [blocks]:
+            raise PlanError(
+                f"stage {stage!r} runs the user's own module as it is: it can be recomputed as a whole, and then swaps "
+                "nothing; change its memory plan"
+            )
+        assert function.given is not None
+        super().__init__(function.call)
+        self._module = function.given
+        self._device = device
+        self._queue = ReturnQueue()  # of nothing: what is saved for the second forward stays on the device
+
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
+        """Return a forward that is about to run, with random state and buffers as they are now."""
+        buffers = _Buffers(self._module)
+        replay = Replay(fixed=fixed, queue=self._queue, device=self._device, **context)
+        replay.states[0] = streams_of(self._device)
+        replay.held.update(
+            {f"received {i}": Held(t.detach(), t.requires_grad) for i, t in enumerate(received)}
+        )
+        forward = _DroppingPass(
+            self._call,
+            replay,
+            buffers,
+            there=frozenset(storage_id(t) for t in (*fixed, *received) if t.layout is torch.strided),
+            num_fixed=len(fixed),
+            **context,
+        )
+        for tensor in (*received, *buffers.values):
+            forward.count(tensor)
+        return forward
+
+
+class _DroppingPass(Pass):
+    """A forward that keeps of what it saves only what is there anyway.
+
+    Args:
+        replay: makes the rest again.
+        there: storages of parameters, inputs and received tensors.
+        num_fixed: how many parameters and inputs there are.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., tuple[Tensor, ...]],
+        replay: Replay,
+        buffers: _Buffers,
+        *,
+        there: frozenset[int],
+        num_fixed: int,
+        **context: Any,
+    ) -> None:
+        super().__init__(call, **context)
+        self._replay: Replay | None = replay
+        self._buffers: _Buffers | None = buffers
+        self._there = there
+        self._places: list[int | None] = []
+        self._num_fixed = num_fixed
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what drops all but what is there anyway."""
+        # For every saved tensor its place, or None where it stays. Of a linear layer and a sigmoid behind it, which
+        # save (input, weight) and (result): ``[None, None, 2]``; the second forward saves as many, in the same order.
+        places, there, replay = self._places, self._there, self._replay
+        assert replay is not None
+
+        def pack(tensor: Tensor) -> Packed:
+            stays = tensor.layout is not torch.strided or storage_id(tensor) in there
+            places.append(None if stays else len(places))
+            return pack_versioned(tensor) if stays else functools.partial(replay.get, len(places) - 1)
+
+        return pack
+
+    def finish(self) -> None:
+        """Say how to run again, and leave that to autograd: it accompanies the last tensor that it makes."""
+        call, buffers, own = self._call, self._buffers, self._replay
+        assert own is not None and buffers is not None
+        self._replay = self._buffers = None
+        fixed = {f"fixed {i}": i for i in range(self._num_fixed)}
+
+        def again(replay: Replay, *operands: Tensor) -> None:
+            replay.restore(0)
+            with buffers.restored():
+                call(*operands)
+
+        code = SegmentCode(
+            call=again,
+            arguments=(*fixed, *own.held),
+            scratch=frozenset(),
+            nodes=frozenset(),
+            is_random=True,
+        )
+        own.plan(SecondForward(code=code, places=tuple(self._places), fixed=fixed))
+
+
+class _Buffers:
+    """A module's buffers as they are now.
+
+    All of them: operators update statistics without raising a tensor's version, so nothing shows which are written.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._found = {name: (buffer, buffer.detach().clone()) for name, buffer in module.named_buffers()}
+
+    @property
+    def values(self) -> list[Tensor]:
+        """Return what is held."""
+        return [value for _, value in self._found.values()]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Go back to them for a while."""
+        present = _Buffers(self._module)
+        self._put_back()
+        try:
+            yield
+        finally:
+            present._put_back()
+
+    def _put_back(self) -> None:
+        for name, (buffer, value) in self._found.items():
+            path, _, leaf = name.rpartition(".")
+            # through `data`, which leaves the version: others may have saved a buffer, and will find it unchanged
+            buffer.data.copy_(value)
+            self._module.get_submodule(path)._buffers[leaf] = buffer
+
+
+# Creates what executes a stage's `MemoryPlan`: its policy follows from the plan and from what the code is.
+#
+# Code for many lengths is the same code at each of them, so what its first pass found out holds at all: which saved
+# tensor is which, by position. Sizes are in no recipe; a tensor that moves, or is counted, has its own.
+#
+#     input_ids [4, 11]    code c, s0 = 11     surveyed: [None, Swap(0), Drop(1), ...]
+#     input_ids [4, 9]     code c, s0 = 9      the same recipe
+
+MAX_POLICIES = 64
+
+
+class KnownSaves:
+    """What was found out of a stage's codes: policies by what they are made of, recipes by the code itself."""
+
+    def __init__(self) -> None:
+        # A policy is of the operators' names, which code for all lengths has one mapping of, and of the operands that
+        # its masks at a length repeat. Code lives as long as something runs it.
+        self._policies: dict[tuple[object, ...], tuple[Mapping[str, str], MemoryPolicy]] = {}
+        self.recipes: WeakKeyDictionary[fx.GraphModule, dict[MemoryPolicy, Recipe]] = WeakKeyDictionary()
+
+    def policy(self, operators: StageOperators, make: Callable[[], MemoryPolicy]) -> MemoryPolicy:
+        """Return the policy of a stage's operators."""
+        names = operators.storage_of
+        key = (id(names), *operators.repeated)
+        if key not in self._policies:
+            while len(self._policies) >= MAX_POLICIES:
+                self._policies.pop(next(iter(self._policies)))
+            self._policies[key] = names, make()
+        return self._policies[key][1]
+
+
+def make_stage_activations(
+    *,
+    stage: str,
+    plan: MemoryPlan,
+    blocks: tuple[str, ...],
+    operators: StageOperators | None,
+    whole: StageFunction,
+    half: StageFunction | None = None,
+    gradient_inputs: Sequence[str] = (),
+    link: SwapLink,
+    next_backward: NextBackward = lambda turn: None,
+    known: KnownSaves | None = None,
+) -> StageActivations:
+    """Return what runs the forwards of a stage that swaps or recomputes.
+
+    Args:
+        stage: its name, for messages.
+        blocks: all of the stage.
+        operators: what captured code is made of; None where the code is the user's own module.
+        whole, half: the stage's code for a micro-batch, and for half of it.
+        gradient_inputs: received tensors that take a gradient.
+        link: shared by all shapes of a runner.
+        next_backward: as of `StageActivations`.
+        known: of the same stage under the same plan at other shapes; learns what is found out here.
+
+    Raises:
+        PlanError: the plan does not fit the stage's code.
+    """
+    known = known or KnownSaves()
+    policy: MemoryPolicy | None = None
+    if whole.given is None:
+        assert operators is not None, "captured code says what it is made of"
+        policy = known.policy(
+            operators, lambda: _check_swapped(stage, make_policy(stage, plan, operators), whole)
+        )
+
+    def make(function: StageFunction) -> ActivationPolicy:
+        if policy is not None:
+            return CapturedPolicy(function, policy, link, known)
+        if plan.recomputed:
+            return RunAgain(stage, plan, blocks, function, link.device)
+        return SwapByNumber(stage, plan, function, link)
+
+    return StageActivations(
+        whole=make(whole),
+        half=None if half is None else make(half),
+        leaves=[whole.received.index(name) for name in gradient_inputs],
+        constants=whole.constants,
+        link=link,
+        next_backward=next_backward,
+    )
+
+
+class CapturedPolicy(ActivationPolicy):
+    """What to do with what a captured stage's code saves: found out in its first forward, followed in all others."""
+
+    frees_received = True
+
+    def __init__(
+        self, function: StageFunction, policy: MemoryPolicy, link: SwapLink, known: KnownSaves
+    ) -> None:
+        assert function.module is not None
+        super().__init__(function.call)
+        self._function = function
+        self._constants = function.bound
+        self._policy = policy
+        self._link = link
+        self._known = known
+
+    def begin(self, fixed: Sequence[Tensor], received: Sequence[Tensor], **context: Any) -> Pass:
+        """Return a forward that is about to run."""
+        known = (*self._constants, *fixed)
+        choice = self._function.choice
+        module = self._function.module if choice is None else choice.module
+        assert module is not None
+        # one for each version of the code: with masks of attention, and without
+        recipes = self._known.recipes.setdefault(module, {})
+        recipe = recipes.get(self._policy)
+        if recipe is not None:
+            return PlannedPass(recipe, constants=self._constants, fixed=known, link=self._link, **context)
+        names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+        return SurveyPass(
+            module,
+            self._policy,
+            dict(zip(names, (*known, *received), strict=True)),
+            len(known),
+            link=self._link,
+            on_recipe=functools.partial(recipes.__setitem__, self._policy),
+            **context,
+        )
+
+
+def _check_swapped(stage: str, policy: MemoryPolicy, function: StageFunction) -> MemoryPolicy:
+    """Return a policy if the stage has all that it swaps.
+
+    Raises:
+        PlanError: says what it lacks.
+    """
+    assert function.module is not None
+    placeholders = [node.name for node in function.module.graph.nodes if node.op == "placeholder"]
+    first = len(placeholders) - len(function.received)
+    known = policy.operators | {policy.root(name) for name in placeholders[first:]}
+    for name in sorted(policy.swapped):
+        if name.removesuffix(INSIDE) not in known:
+            raise PlanError(
+                f"stage {stage!r}: tensor {name!r} is to be swapped, but the stage neither makes nor receives it; plan "
+                "again for this model"
+            )
+    return policy

@@ -1,4 +1,4 @@
-"""Counts what autograd really keeps from forward to backward, for the `MemoryCounts` of a mini-batch.
+"""What a forward keeps for its backward, tensor by tensor, and counts of it for the `MemoryCounts` of a mini-batch.
 
 Storages are distinguished by identity, which is safe because what is counted is also held: nothing takes the place
 of a storage while its micro-batch is in flight. What a user's module keeps has no names: its storages are numbered
@@ -12,12 +12,13 @@ Tests: tests/runtime/test_activation_policy.py, tests/runtime/test_memory_ranks.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.memory_report import MemoryCounts
 
 
@@ -177,3 +178,81 @@ class StorageNumbers:
     def is_free(self, number: int) -> bool:
         """Return whether nobody holds a storage any more."""
         return bool(self._watched[number].expired())
+
+
+# ---- what autograd holds in place of a saved tensor ------------------------------------------------
+
+Versioned = tuple[Tensor, int]
+"""A saved tensor and its version, which autograd does not check where there are hooks."""
+
+
+Packed = Versioned | Callable[[], Tensor]
+"""What stands for a saved tensor: itself where it stays, else what brings it back from the host or makes it again."""
+
+
+def pack_versioned(tensor: Tensor) -> Versioned:
+    """Return what stands for a saved tensor that stays where it is: not itself, or it would hold its own graph."""
+    return tensor.detach(), tensor._version
+
+
+def unpack(packed: Packed) -> Tensor:
+    """Return the tensor that autograd saved.
+
+    Raises:
+        RuntimeFailure: it was written meanwhile.
+    """
+    if not isinstance(packed, tuple):
+        return packed()
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeFailure(
+            f"a tensor of shape {tuple(tensor.shape)} was written in place after it was saved for backward (version "
+            f"{version}, now {tensor._version}): a buffer that the forward uses and updates allows one micro-batch "
+            "in flight"
+        )
+    return tensor
+
+
+class Pass:
+    """One forward of a stage's code, of a micro-batch or half of one, and what is saved of it until its backward.
+
+    It holds nothing that autograd or a plan could release earlier: arguments and outputs pass through.
+
+    Args:
+        call: the code.
+        counter: None where nothing is counted.
+    """
+
+    def __init__(
+        self, call: Callable[..., tuple[Tensor, ...]], *, micro_batch: int, counter: MemoryCounter | None
+    ) -> None:
+        self._call = call
+        self._micro_batch = micro_batch
+        self._counter = counter
+
+    def packer(self) -> Callable[[Tensor], Packed]:
+        """Return what takes each tensor that autograd saves, in order, and says what stands for it."""
+        return self.keep
+
+    def run(self, fixed: Sequence[Tensor], received: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the code on parameters and the model's inputs, and on what other stages sent; return its outputs."""
+        return self._call(*fixed, *received)
+
+    def keep(self, tensor: Tensor) -> Packed:
+        """Leave a saved tensor where it is."""
+        self.count(tensor)
+        return pack_versioned(tensor)
+
+    def count(self, tensor: Tensor) -> None:
+        """Count a tensor that stays on the device."""
+        if self._counter is not None:
+            self._counter.keep(self._micro_batch, tensor)
+
+    def finish(self) -> None:
+        """End the forward."""
+
+    def prefetch(self, *, beside_forward: bool = False) -> None:
+        """Bring back what the backward needs first; ``beside_forward`` as of `SwapLink.bring`."""
+
+    def call_behind(self, behind: Callable[[], None]) -> None:
+        """Call something when the backward uses the last that came back; never where nothing does."""

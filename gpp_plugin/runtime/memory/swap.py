@@ -53,11 +53,6 @@ class HostBuffer:
     data: Tensor
     read: torch.cuda.Event | None = None
 
-    @property
-    def num_bytes(self) -> int:
-        """Return its length."""
-        return self.data.numel()
-
 
 class HostPool:
     """Lends host buffers and takes them back.
@@ -85,7 +80,7 @@ class HostPool:
 
     def give(self, buffer: HostBuffer) -> None:
         """Take a buffer back."""
-        self._free.setdefault(buffer.num_bytes, []).append(buffer)
+        self._free.setdefault(buffer.data.numel(), []).append(buffer)
 
 
 def size_class(num_bytes: int) -> int:

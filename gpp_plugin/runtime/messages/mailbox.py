@@ -2,7 +2,7 @@
 
 A send and a receive are posted where the program has them (a receive some receives early where the transport says that
 nothing can stand still for it). A task waits for the messages it reads, so a message delays nothing but its reader.
-What a message holds (`payloads`) and where its rows come from (`routes`) is resolved at compile time. A program takes
+What a message holds and where its rows come from (`routes`) is resolved at compile time. A program takes
 over what the one before has posted, and leaves its own to the next one (`Carry`).
 
 What passes between two stages of one rank never travels: the producer's mailbox lays the very tensors down where the
@@ -30,7 +30,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Message, RankProgram
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plugins import Pending, Post
-from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes, RowSource
+from gpp_plugin.runtime.messages.routes import MessageEntry, Piece, Reading, Routes
 from gpp_plugin.runtime.messages.transport import Transport
 from gpp_plugin.runtime.recorder import Recorder
 from gpp_plugin.schedule.messages import most_sends
@@ -188,7 +188,13 @@ def pack_entry(entry: MessageEntry, made: Mapping[int, Sequence[Tensor]]) -> Ten
         RuntimeFailure: it is not of the shape or dtype that the plan was compiled for.
     """
     payload = entry.payload
-    tensor = _join_rows(entry.sources, payload.axis, made)
+    tensors = []
+    for source in entry.sources:  # rows of one task, or of both halves
+        tensor = made[source.slot][source.position].detach()
+        if payload.axis >= 0 and tensor.shape[payload.axis] != source.num_rows:
+            tensor = tensor.narrow(payload.axis, source.first_row, source.num_rows)
+        tensors.append(tensor)
+    tensor = tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=payload.axis)
     for cut in payload.cuts:
         if tensor.shape[cut.axis] != cut.size:
             raise RuntimeFailure(
@@ -202,17 +208,6 @@ def pack_entry(entry: MessageEntry, made: Mapping[int, Sequence[Tensor]]) -> Ten
             f"{payload.shape} {payload.dtype}; its shape depends on the data"
         )
     return tensor.contiguous()
-
-
-def _join_rows(sources: Sequence[RowSource], axis: int, made: Mapping[int, Sequence[Tensor]]) -> Tensor:
-    """Return the rows to send, out of one task or joined out of both halves."""
-    tensors = []
-    for source in sources:
-        tensor = made[source.slot][source.position].detach()
-        if axis >= 0 and tensor.shape[axis] != source.num_rows:
-            tensor = tensor.narrow(axis, source.first_row, source.num_rows)
-        tensors.append(tensor)
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim=axis)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -441,7 +436,17 @@ class Mailbox:
         def send() -> None:
             if self._posted < mark:
                 self._post_receives(mark)
-            self._send(post, message, entries, made, num_bytes)
+            start = self._recorder.now()
+            pending = post([pack_entry(entry, made) for entry in entries])
+            self._sends.append(pending)
+            self._sent_bytes.append(num_bytes)
+            self._sending_bytes += num_bytes
+            self._note_bytes()
+            if not self._is_trained:
+                self._sends_of[message.src_micro_batch].append(pending)
+            if self._recorder.is_on:
+                payloads = [entry.payload for entry in entries]
+                self._recorder.note_message(EventKind.SEND, message, start, payloads)
             for slot in drops:
                 del made[slot]
             self._reap_sends()
@@ -477,25 +482,6 @@ class Mailbox:
         if self._recorder.is_on:
             message, payloads = self._routes.receives[number]
             self._recorder.note_message(EventKind.RECEIVE, message, start, payloads)
-
-    def _send(
-        self,
-        post: Post,
-        message: Message,
-        entries: Sequence[MessageEntry],
-        made: dict[int, Sequence[Tensor]],
-        num_bytes: int,
-    ) -> None:
-        start = self._recorder.now()
-        pending = post([pack_entry(entry, made) for entry in entries])
-        self._sends.append(pending)
-        self._sent_bytes.append(num_bytes)
-        self._sending_bytes += num_bytes
-        self._note_bytes()
-        if not self._is_trained:
-            self._sends_of[message.src_micro_batch].append(pending)
-        if self._recorder.is_on:
-            self._recorder.note_message(EventKind.SEND, message, start, [entry.payload for entry in entries])
 
     def finish_sends(self) -> None:
         """Wait until everything has been sent."""

@@ -35,9 +35,9 @@ from torch import Tensor
 from gpp_plugin.errors import CommTimeout, first_line
 from gpp_plugin.ir.program import Direction, Message
 from gpp_plugin.plugins import Channel, Pending, Post, Transport, TransportFactory, TransportRequest
-from gpp_plugin.runtime.messages.payloads import Payload
+from gpp_plugin.runtime.messages.routes import Payload
 from gpp_plugin.runtime.messages.sockets import LEAST_OPENING_S, open_pairs, opening_order, widened_sockets
-from gpp_plugin.runtime.ranks.waiting import collective_timeout_s
+from gpp_plugin.runtime.ranks.collectives import collective_timeout_s
 from gpp_plugin.schedule.messages import PREFETCHED_BUFFERS
 
 # ---- what has been posted -------------------------------------------------------------------------------

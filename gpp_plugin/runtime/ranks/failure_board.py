@@ -71,16 +71,9 @@ class RankStatus:
 
     def facts(self) -> dict[str, Any]:
         """Return what is published to the others."""
-        instruction = self.instruction  # another thread may set it to None meanwhile
-        return {
-            "stage": self.stage,
-            "call": self.call,
-            "number": self.number,
-            "doing": self.doing,
-            "at": "" if instruction is None else str(instruction),
-            "waits_for": self.waits_for,
-            "last_error": self.last_error,
-        }
+        facts = dict(vars(self))
+        instruction = facts.pop("instruction")  # read once: another thread may set it to None meanwhile
+        return {**facts, "at": "" if instruction is None else str(instruction)}
 
 
 HERE = RankStatus()
@@ -139,11 +132,6 @@ class SeenRank:
     rank: int
     state: str
     facts: Mapping[str, Any]
-
-    @property
-    def name(self) -> str:
-        """Return the rank with its stage."""
-        return name_of(self.rank, self.facts.get("stage", ""))
 
     @property
     def why(self) -> str:
@@ -275,7 +263,9 @@ class FailureBoard:
         # Looking up the processes of all ranks would be two requests a pair of ranks, and of other hosts' nothing is
         # to be seen from here.
         self._neighbours = frozenset(range(num_ranks) if neighbours is None else neighbours)
-        self._store = _connection(store)
+        self._store = store
+        with contextlib.suppress(AttributeError, RuntimeError, NotImplementedError):
+            self._store = store.clone()  # type: ignore[attr-defined]
         self._prefix = f"gpp_plugin/board/{epoch}"
         self._number = 0
         self._processes: dict[int, RankProcess] = {}
@@ -323,13 +313,11 @@ class FailureBoard:
         key = f"{self._prefix}/first"
         record = json.dumps([failure.rank, failure.stage, failure.where, failure.why])
         try:
-            found = self._store.compare_set(key, "", record)
-            self.first = FirstFailure(**dict(zip(_FIELDS, json.loads(found), strict=True)))
-            self._set(f"seen/{self.rank}", 1)
+            return self._take_first(self._store.compare_set(key, "", record))
         except (RuntimeError, ValueError):
             self._lose_store()
             self.first = self.first or failure
-        return self.first
+            return self.first
 
     def post_error(self, error: BaseException) -> FirstFailure:
         """Write an exception of this rank, where it is now."""
@@ -520,9 +508,13 @@ class FailureBoard:
 
     def _read_first(self) -> None:
         if self._has("first"):
-            record = json.loads(self._store.get(f"{self._prefix}/first"))
-            self.first = FirstFailure(**dict(zip(_FIELDS, record, strict=True)))
-            self._set(f"seen/{self.rank}", 1)
+            self._take_first(self._store.get(f"{self._prefix}/first"))
+
+    def _take_first(self, record: bytes) -> FirstFailure:
+        rank, stage, where, why = json.loads(record)
+        first = self.first = FirstFailure(rank=rank, stage=stage, where=where, why=why)
+        self._set(f"seen/{self.rank}", 1)
+        return first
 
     def _look_for_deaths(self) -> None:
         """Write who of this host is gone without having said so."""
@@ -578,15 +570,3 @@ class FailureBoard:
             except RuntimeError:
                 return ""
         return self._state_of(rank)
-
-
-_FIELDS = ("rank", "stage", "where", "why")
-
-
-def _connection(store: dist.Store) -> dist.Store:
-    """Return a connection of one's own to a store; the store itself where it has none."""
-    try:
-        own: dist.Store = store.clone()  # type: ignore[attr-defined]
-    except (AttributeError, RuntimeError, NotImplementedError):
-        return store
-    return own

@@ -314,18 +314,17 @@ def engine_call(name: str, *, is_fatal: Callable[[], bool]) -> Iterator[None]:
 def watched_calls(*names: str) -> Callable[[C], C]:
     """Make methods of a class engine calls; its objects say with ``has_failed`` whether they can continue."""
 
+    def watched(method: Callable[..., Any], name: str) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            with engine_call(name, is_fatal=lambda: self.has_failed):
+                return method(self, *args, **kwargs)
+
+        return call
+
     def wrap_all(owner: C) -> C:
         for name in names:
-            setattr(owner, name, _watched_method(getattr(owner, name), name))
+            setattr(owner, name, watched(getattr(owner, name), name))
         return owner
 
     return wrap_all
-
-
-def _watched_method(method: Callable[..., Any], name: str) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with engine_call(name, is_fatal=lambda: self.has_failed):
-            return method(self, *args, **kwargs)
-
-    return call

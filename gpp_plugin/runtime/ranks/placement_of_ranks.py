@@ -71,8 +71,6 @@ TELLING_S = 30.0
 DEFAULT_PORT = 29500
 """Where rank 0 listens if nothing says so: as torch and DeepSpeed have it."""
 
-_calls = itertools.count(1)
-
 
 # ---- what is known -------------------------------------------------------------------------------------------
 
@@ -528,7 +526,7 @@ def _gather(
 
 def _next_call() -> int:
     global _last_call
-    _last_call = next(_calls)
+    _last_call += 1
     return _last_call
 
 
@@ -550,11 +548,14 @@ def _hear_all(
     try:
         if rank == 0:
             store.wait(keys, limit)
-            facts = [json.loads(each) for each in _get_all(store, keys)]
-            store.set(_key_of_all(call), _packed(facts))
+            in_one_request: bool = store.has_extended_api()  # type: ignore[attr-defined]
+            found = store.multi_get(keys) if in_one_request else [store.get(key) for key in keys]
+            facts = [json.loads(each) for each in found]
+            store.set(_key(call, "all"), packed(facts))
             return facts
-        store.wait([_key_of_all(call)], limit)
-        return _unpacked(store.get(_key_of_all(call)))
+        store.wait([_key(call, "all")], limit)
+        distinct, ranks = json.loads(zlib.decompress(base64.b85decode(store.get(_key(call, "all")))))
+        return [{**distinct[index], "local_rank": local} for index, local in ranks]
     except RuntimeError as error:
         waited_s = time.monotonic() - started
         there = [other for other in range(num_ranks) if _has(store, keys[other])]
@@ -566,13 +567,7 @@ def _hear_all(
         ) from error
 
 
-def _get_all(store: dist.Store, keys: list[str]) -> list[bytes]:
-    """Return the values of some keys, in one request where the store can."""
-    can: bool = store.has_extended_api()  # type: ignore[attr-defined]
-    return store.multi_get(keys) if can else [store.get(key) for key in keys]
-
-
-def _packed(facts: Sequence[Mapping[str, Any]]) -> str:
+def packed(facts: Sequence[Mapping[str, Any]]) -> str:
     """Return the ranks' reports in few characters: those of one host are the same but for their numbers."""
     texts = [json.dumps({**each, "local_rank": None}) for each in facts]
     distinct = list(dict.fromkeys(texts))
@@ -580,17 +575,6 @@ def _packed(facts: Sequence[Mapping[str, Any]]) -> str:
     ranks = [[position[text], each.get("local_rank")] for text, each in zip(texts, facts, strict=True)]
     body = json.dumps([[json.loads(text) for text in distinct], ranks])
     return base64.b85encode(zlib.compress(body.encode())).decode()
-
-
-def packed_facts(facts: Sequence[Mapping[str, Any]]) -> tuple[list[int], int]:
-    """Return how many bytes each rank writes that reports this of itself, and how many rank 0 writes of all of them."""
-    return [len(json.dumps(each)) for each in facts], len(_packed(facts))
-
-
-def _unpacked(body: bytes) -> list[dict[str, Any]]:
-    """Return what `_packed` encoded."""
-    distinct, ranks = json.loads(zlib.decompress(base64.b85decode(body)))
-    return [{**distinct[index], "local_rank": local} for index, local in ranks]
 
 
 def _has(store: dist.Store, key: str) -> bool:
@@ -649,12 +633,8 @@ def _leave_together(
             store.wait(heard, datetime.timedelta(seconds=timeout_s))
 
 
-def _key(call: int, rank: int) -> str:
+def _key(call: int, rank: int | str) -> str:
     return f"gpp_plugin/place/{call}/{rank}"
-
-
-def _key_of_all(call: int) -> str:
-    return f"gpp_plugin/place/{call}/all"
 
 
 def _look(device_type: str, local_rank: int | None) -> SeenByRank:

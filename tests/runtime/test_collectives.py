@@ -1,4 +1,4 @@
-"""Meetings of all ranks: what is told arrives."""
+"""Collectives of all ranks: what is broadcast arrives."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout
-from gpp_plugin.runtime.ranks.agree import Collectives
-from gpp_plugin.runtime.ranks.waiting import wait_for
+from gpp_plugin.runtime.ranks.collectives import Collectives, wait_for
 from tests.ranks import run_kept_ranks
 
 
@@ -19,30 +18,30 @@ def make(timeout_s: float) -> Collectives:
     )
 
 
-def tell_all() -> list[object]:
+def call_all() -> list[object]:
     rank = dist.get_rank()
     collectives = make(60.0)
-    collectives.meet("the start")
+    collectives.barrier("the start")
     return [
         collectives.sum(torch.tensor([float(rank)]), "a sum").item(),
         collectives.gather(rank, "a gathering"),
         collectives.gather_on_first(rank, "a gathering"),
-        collectives.tell(rank, source=1, what="news"),
+        collectives.broadcast(rank, source=1, what="news"),
     ]
 
 
-def test_all_ranks_learn_what_they_meet_for() -> None:
-    assert run_kept_ranks(tell_all, 3) == [
+def test_all_ranks_have_what_each_gives() -> None:
+    assert run_kept_ranks(call_all, 3) == [
         [3.0, [0, 1, 2], [0, 1, 2] if rank == 0 else None, 1] for rank in range(3)
     ]
 
 
 def test_a_single_rank_waits_for_nobody() -> None:
     collectives = Collectives(group=None, who="rank 0", timeout_s=0.0)
-    collectives.meet("the end")
+    collectives.barrier("the end")
     assert collectives.sum(torch.ones(2), "a sum").tolist() == [1.0, 1.0]
     assert (collectives.gather(5, "it"), collectives.gather_on_first(5, "it")) == ([5], [5])
-    assert collectives.tell(5, source=0, what="it") == 5
+    assert collectives.broadcast(5, source=0, what="it") == 5
 
 
 class LateWork:

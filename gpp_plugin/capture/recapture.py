@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gpp_plugin.capture.analyse_traced import analysed, assemble, carried_over, masks_of, notes_of
 from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.export import analysed, assemble, carried_over, masks_of, notes_of
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.clean import copied
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy, make_meta_copy

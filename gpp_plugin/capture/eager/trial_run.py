@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.tracing.clean import on_device
+from gpp_plugin.capture.tracing.clean import FlopCount, on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure, first_line
@@ -165,35 +164,6 @@ def is_within(name: str, path: str) -> bool:
 
 def _place(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
-# Counts floating-point operations of the operators below autograd while they run, on real or fake tensors.
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-class FlopCount(TorchDispatchMode):
-    """What was computed since ``flops`` was last set to zero."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        # Three kinds: products, counted by torch's own formulas (2 m n k of an m x k by k x n); attention as the CPU
-        # runs it, which torch has no formula for; and all else, one operation an element of the result. Views are free.
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif packet is _CPU_ATTENTION:
-            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif not func.is_view:
-            first = result[0] if isinstance(result, (tuple, list)) and result else result
-            self.flops += first.numel() if isinstance(first, torch.Tensor) else 0
-        return result
 
 
 CPU = torch.device("cpu")

@@ -44,6 +44,7 @@ from gpp_plugin.ir.size_formulas import (
     value_of,
 )
 from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.part_lengths import shapes_of
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.batches import Batch
 
@@ -277,8 +278,7 @@ class _Measured:
         """Say so where the model's Python answers otherwise at the longest: it may lack places for so many tokens."""
         if self._capture is None:
             return
-        shapes = {k: tuple(v.shape) for k, v in self._batch_at(longest).items() if isinstance(v, Tensor)}
-        reason = self._capture.conditions.solver()(shapes)
+        reason = self._capture.conditions.solver()(shapes_of(self._batch_at(longest)))
         if isinstance(reason, Mismatch):
             logger.warning(
                 "lengths: %s is another graph at the longest (%s): its memory is predicted from shorter ones; lower "

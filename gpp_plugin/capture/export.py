@@ -25,7 +25,6 @@ from gpp_plugin.capture.eager.trial_run import (
     Untraceable,
     find_eager_modules,
     has_hooks,
-    hooked_modules,
     is_within,
     lacks_values,
     with_culprit,
@@ -113,7 +112,8 @@ def capture_model(
             of samples; the message names the module, the line and the remedy.
     """
     requested = find_eager_modules(model, eager)
-    hooked = hooked_modules(model)
+    # modules run as they are so that their hooks are called; the model itself cannot
+    hooked = without_inner(path for path, module in model.named_modules() if path and has_hooks(module))
     whole = without_inner((*requested, *hooked))
     _warn_of_hooks(model)
     attempt = functools.partial(

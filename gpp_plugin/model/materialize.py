@@ -541,23 +541,19 @@ class ModuleHolder:
         shared = {name for name, tensor in local.items() if name in theirs and _is_same(theirs[name], tensor)}
         buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
         release_parameters(self._module, keep=shared | buffers)
-
-        def held_by(of_stage: Sequence[str], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-            # a user's parameter is the first stage's that holds it
-            return {n: own[n] if n in own else taken.pop(n, tensors[n]) for n in of_stage}
-
-        return tuple(
-            _marked(
-                StageModule(
-                    tensors=held_by(of_stage, own),
-                    parameters=[name for name in of_stage if not known[name].is_buffer],
-                    frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
-                    persistent=frozenset(n for n in of_stage if known[n].is_persistent),
-                ),
-                cut,
+        modules = []
+        for of_stage, own, cut in zip(names, parts, shards, strict=True):
+            module = StageModule(
+                # a user's parameter is the first stage's that holds it
+                tensors={n: own[n] if n in own else taken.pop(n, tensors[n]) for n in of_stage},
+                parameters=[name for name in of_stage if not known[name].is_buffer],
+                frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
+                persistent=frozenset(n for n in of_stage if known[n].is_persistent),
             )
-            for of_stage, own, cut in zip(names, parts, shards, strict=True)
-        )
+            for name, shard in cut.items():
+                mark_part(module.get_parameter(name), shard)
+            modules.append(module)
+        return tuple(modules)
 
     def _own_parts(self, shards: Mapping[str, TensorShard], stage: Stage) -> dict[str, Tensor]:
         """Return this rank's parts of what a stage's tensor ranks share out."""
@@ -630,12 +626,6 @@ class ModuleHolder:
     def _local(self, name: str) -> str:
         """Return what the module calls a tensor of the graph."""
         return self._own.get(name, name.removeprefix(self._prefix))
-
-
-def _marked(module: StageModule, shards: Mapping[str, TensorShard]) -> StageModule:
-    for name, shard in shards.items():
-        mark_part(module.get_parameter(name), shard)
-    return module
 
 
 def _is_same(tensor: Tensor, other: Tensor) -> bool:

@@ -50,7 +50,6 @@ from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
 from gpp_plugin.model.graph.user_module import UserModule, save_stages
 from gpp_plugin.model.materialize import ModuleHolder, release_parameters, separate_copies
-from gpp_plugin.model.measure_lengths import LengthsToMeasure
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
@@ -256,9 +255,8 @@ class ModelSource:
                 self._job.verify(costs)
         lengths = config.lengths
         if lengths is not None:
-            requested = LengthsToMeasure(typical=lengths.planned, longest=lengths.max)
             with step("profile other lengths"):
-                self._lengths = self._job.measure_lengths(costs, requested, cache_dir=config.profile_dir)
+                self._lengths = self._job.measure_lengths(costs, lengths, cache_dir=config.profile_dir)
         return costs
 
     def _with_backends(

@@ -564,6 +564,8 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
     pieces = graph.stages[0].num_pieces if is_plain else None
     is_explicit = all(stage.num_pieces is None for stage in graph.stages)
     stages_differ = config.stages not in ("auto", number if is_explicit else "auto")
+    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
+    is_other_degree = config.data_parallel != "auto" and degrees != {config.data_parallel}
     for key, wrong, fix in (
         ("planner", is_explicit and config.planner != "auto", "its stages are explicit; remove the key"),
         (
@@ -594,7 +596,7 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         ),
         (
             "data_parallel",
-            not is_plain and _is_other_degree(graph, config),
+            not is_plain and is_other_degree,
             "its ranks are explicit; remove the key",
         ),
         (
@@ -606,8 +608,3 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         if wrong:
             value = getattr(config, key)
             raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
-
-
-def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
-    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
-    return config.data_parallel != "auto" and degrees != {config.data_parallel}

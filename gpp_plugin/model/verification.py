@@ -37,7 +37,7 @@ from gpp_plugin.capture.tracing.carried_state import (
 from gpp_plugin.capture.tracing.clean import copied
 from gpp_plugin.capture.tracing.meta_copy import set_modes
 from gpp_plugin.capture.tracing.outside import hidden_process_group, noted_accesses, watched_generators
-from gpp_plugin.capture.tracing.torch_export import Call, LossWrapper, split_batch
+from gpp_plugin.capture.tracing.torch_export import Call, loss_and_outputs, split_batch
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.block_graph import CARRIED, is_carried
 from gpp_plugin.ir.profile import BlockCost
@@ -529,7 +529,6 @@ def _run_module(
 ) -> _Outcome:
     op_graph = captured.op_graph
     keys, constants = split_batch(arguments)
-    wrapper = LossWrapper(clone, constants, tuple(op_graph.outputs), needs_loss=False, call=call)
     set_modes(clone, training=captured.is_training)
     leaves_of = {key: _leaf(arguments[key]) for key in keys}
     for parameter in clone.parameters():
@@ -540,7 +539,9 @@ def _run_module(
     with writes:
         with noted_accesses(clone) as first:
             result = call(clone, {**leaves_of, **constants})
-        results = wrapper.results(result, leaves_of)
+        has_loss, results = loss_and_outputs(
+            result, type(clone).__name__, tuple(op_graph.outputs), leaves_of, needs_loss=False
+        )
     after = held_by(clone, keep=_cloned)
     carried = {state.name: state for state in captured.analysis.carried if state.structure and state.tensors}
     changed = dict.fromkeys(n for n, p in clone.named_parameters() if p.requires_grad != flags.get(n))
@@ -549,7 +550,7 @@ def _run_module(
         attribute = f"{path}.{leaf}" if path else leaf
         if attribute not in carried and first.get((id(vars(module)), leaf), True):
             changed[attribute] = None
-    names = [_LOSS] if wrapper.seen.has_loss else []
+    names = [_LOSS] if has_loss else []
     names += [f"output {name}" for name in op_graph.outputs]
     trained: dict[str, Tensor | None] = {n: p for n, p in clone.named_parameters() if p.requires_grad}
     received: dict[str, Tensor | None] = {

@@ -119,11 +119,6 @@ def has_hooks(module: nn.Module) -> bool:
     return False
 
 
-def hooked_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules that run as they are so that their hooks are called; the model itself cannot."""
-    return without_inner(path for path, module in model.named_modules() if path and has_hooks(module))
-
-
 def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[str, ...] | None:
     """Return the modules to run as they are after tracing failed in one more; None where nothing is left to try.
 
@@ -275,6 +270,14 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         writes,
     ):
         results, values = call.run(operands)
+    # of tensors saved for backward whose they are; storages of no argument and no result in one sum
+    places = {
+        tensor.untyped_storage()._cdata: (kind, number)
+        for kind, tensors in (("result", results), ("argument", operands))
+        for number, tensor in enumerate(tensors)
+    }
+    keeps = tuple(places[key] for key in saved if key in places)
+    inside = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in places)
     return Observed(
         results=tuple(
             ResultSpec(
@@ -283,7 +286,7 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
             for r in results
         ),
         values=values,
-        keeps=_owners_of(saved, operands, results),
+        keeps=(*keeps, ("inside", inside)) if inside else keeps,
         written=tuple(sorted(writes.before)),
         flops=costs.flops,
         is_random=TORCH in drawn,
@@ -328,17 +331,3 @@ def undone_writes(tensors: Mapping[Any, Tensor]) -> Iterator[NotedWrites]:
     finally:
         for tensor, old in writes.before.values():
             tensor.copy_(old)
-
-
-def _owners_of(
-    saved: dict[int, Tensor], arguments: Sequence[Tensor], results: Sequence[Tensor]
-) -> tuple[tuple[str, int], ...]:
-    """Return the tensors saved for backward, as `Observed.keeps`; storages of no argument and no result in one sum."""
-    places = {
-        tensor.untyped_storage()._cdata: (kind, number)
-        for kind, tensors in (("result", results), ("argument", arguments))
-        for number, tensor in enumerate(tensors)
-    }
-    found = [places[key] for key in saved if key in places]
-    inside = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in places)
-    return (*found, ("inside", inside)) if inside else tuple(found)

@@ -129,15 +129,7 @@ def trace(
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     receives = training and any(received.values())
-    whole = WholeCalls(
-        meta_copy.model,
-        meta_copy.original,
-        eager,
-        batch,
-        training=training,
-        receives=receives,
-        states=meta_copy.carried,
-    )
+    whole = WholeCalls(meta_copy, eager, batch, training=training, receives=receives)
     with watched_generators(meta_copy.model) as drawn:
         program, has_loss, recording = export_model(
             meta_copy,

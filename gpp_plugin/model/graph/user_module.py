@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.tracing.meta_copy import set_modes
+from gpp_plugin.capture.tracing.meta_copy import describe_parameters, set_modes
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError, first_line
 from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
@@ -125,27 +126,9 @@ def tied_names(graph: ResolvedGraph) -> dict[str, str]:
 
 def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
     """Return the parameters and buffers of a stage's module as this rank holds them, under "<stage>.<name>"."""
-    persistent = set(module.state_dict(keep_vars=True))
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
     return tuple(
-        Parameter(
-            name=f"{stage}.{names[key][0]}",
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=tensor.nbytes,
-            requires_grad=tensor.requires_grad,
-            aliases=tuple(f"{stage}.{name}" for name in names[key][1:]),
-            is_buffer=not isinstance(tensor, nn.Parameter),
-            is_persistent=names[key][0] in persistent,
-        )
-        for key, tensor in tensors.items()
+        dataclasses.replace(p, name=f"{stage}.{p.name}", aliases=tuple(f"{stage}.{n}" for n in p.aliases))
+        for p in describe_parameters(module)
     )
 
 

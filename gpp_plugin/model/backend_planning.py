@@ -214,7 +214,7 @@ def measure_compiled(
     # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
     check_paths(requested, [block.name for block in graph.blocks])
     costs: dict[str, CompiledCost] = {}
-    compiler = compiler or BlockCompiler()
+    used = compiler or BlockCompiler()
 
     def visit(code: BlockCode, operands: Operands) -> None:
         """Measure a block that is requested and trains, or look up what it was measured at."""
@@ -223,13 +223,13 @@ def measure_compiled(
             return
         key: dict[str, object] = {
             "compiled block": code.signature,
-            "compiler": compiler.name,
+            "compiler": used.name,
             "torch": str(torch.__version__),
             **place_key(captured.device),
         }
         cost = log.look_up(key, functools.partial(load, CompiledCost))
         if cost is None:
-            cost = measure_block(code.block, code.function, operands, compiler)
+            cost = measure_block(code.block, code.function, operands, used)
             if not cost.refused:  # a compiler that is missing today may be there tomorrow
                 log.keep(key, functools.partial(save, cost))
         costs[code.signature] = cost

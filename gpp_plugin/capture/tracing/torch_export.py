@@ -226,7 +226,7 @@ def loss_and_outputs(
             raise CaptureError(
                 f"output {name!r} of {model} is {type(output).__name__}, not a tensor; its fields are {fields}"
             )
-    first = () if loss is None else (loss.reshape(()) if loss.dim() else loss,)
+    first: tuple[torch.Tensor, ...] = () if loss is None else (loss.reshape(()) if loss.dim() else loss,)
     return loss is not None, (*first, *named)
 
 

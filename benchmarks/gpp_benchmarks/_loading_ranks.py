@@ -63,12 +63,12 @@ def main() -> None:
     import deepspeed
 
     from gpp_plugin.launch import emit_event
-    from gpp_plugin.model import preparation
+    from gpp_plugin.model import materialize
 
     imported_mb = memory_mb("VmRSS")
     before_load_mb: list[float] = []
     load_s: list[float] = []
-    read = preparation.materialize_parameters
+    read = materialize.materialize_parameters
 
     def counted(*args: Any, **options: Any) -> Any:
         if not before_load_mb:
@@ -79,7 +79,7 @@ def main() -> None:
         load_s.append(time.perf_counter() - started)
         return made
 
-    vars(preparation).update(materialize_parameters=counted)
+    vars(materialize).update(materialize_parameters=counted)
     model = meta_llama(settings)
     batch = {"input_ids": torch.arange(LENGTH) % settings["vocabulary"]}
     batch["labels"] = batch["input_ids"]

@@ -1,40 +1,73 @@
-"""Capture a model for the first time: the exports that an analysis is made of, and the eager submodules."""
+"""Capture a model for the first time: its exports, its eager submodules, and an analysed `OpGraph` of them.
+
+Source: this project
+Tests: tests/capture/test_export.py, tests/capture/test_layouts.py
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
-from gpp_plugin.capture.analyse_traced import analysed
-from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.captured_graph import CapturedGraph, resized
+from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.trial_run import (
     GLOBAL_HOOKS,
     MAX_ATTEMPTS,
     Untraceable,
     find_eager_modules,
     has_hooks,
-    hooked_modules,
     is_within,
     lacks_values,
     with_culprit,
     without_inner,
 )
-from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
-from gpp_plugin.capture.tracing.meta_copy import MetaCopy, check_float_types, make_meta_copy
+from gpp_plugin.capture.find_regions import find_sharding
+from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
+from gpp_plugin.capture.layouts import (
+    LayoutAnalysis,
+    Layouts,
+    describe_coupling,
+    find_clusters,
+    is_random,
+    operator_sources,
+    ordered_units,
+    whole_layouts,
+)
+from gpp_plugin.capture.mask_values import Mask, MaskFinder, inputs_of_ones, mask_candidates, without_masks
+from gpp_plugin.capture.tracing.carried_state import LeavesState, refused, states_of_written
+from gpp_plugin.capture.tracing.clean import (
+    Note,
+    annotate,
+    module_path,
+    place_graph,
+    placed_body,
+    written_placeholders,
+)
+from gpp_plugin.capture.tracing.meta_copy import (
+    MetaCopy,
+    check_float_types,
+    dtype_name,
+    make_meta_copy,
+    overlapping,
+    tracing_device,
+)
 from gpp_plugin.capture.tracing.outside import Draws, check_draws
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.capture.tracing.torch_export import Call, call_by_key
 from gpp_plugin.capture.tracing.traced import Exported, Traced, align, structure_of, trace
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import CarriedState
+from gpp_plugin.ir.analysis import RECORDED, WHOLE_UNITS, Analysis, CarriedState, Sharding
+from gpp_plugin.ir.block_graph import OpGraph, OpNode, Parameter
+from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layout
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +112,8 @@ def capture_model(
             of samples; the message names the module, the line and the remedy.
     """
     requested = find_eager_modules(model, eager)
-    hooked = hooked_modules(model)
+    # modules run as they are so that their hooks are called; the model itself cannot
+    hooked = without_inner(path for path, module in model.named_modules() if path and has_hooks(module))
     whole = without_inner((*requested, *hooked))
     _warn_of_hooks(model)
     attempt = functools.partial(
@@ -100,7 +134,10 @@ def capture_model(
             # The innermost module that fails runs as it is, and the rest is traced anew. Where that does not help, the
             # first failure is reported.
             more = None
-            if error.culprit or _reads_own_state(model, error, states):
+            # a model whose own Python reads what it keeps runs as one block; for other values the error advises to move
+            # what reads them into a module of its own: the rest is then cut
+            keeps = error.is_of_state or bool(model._buffers) or any(s.tensors for s in states.values())
+            if error.culprit or (keeps and lacks_values(error)):
                 more = with_culprit(model, whole, error.culprit)
             if more is not None and len(reasons) < MAX_ATTEMPTS:
                 logger.debug("runs as it is, as tracing failed: %s (%s)", error.culprit, error)
@@ -134,15 +171,6 @@ def _warn_of_hooks(model: nn.Module) -> None:
             "hooks on all modules (torch.nn.modules.module.register_module_forward_hook) are traced once and not "
             "called in training; register them on modules, which then run as they are"
         )
-
-
-def _reads_own_state(model: nn.Module, error: Untraceable, states: Mapping[str, CarriedState]) -> bool:
-    """Return whether the Python of the model itself reads what it keeps: it then runs as one block.
-
-    For other values the error advises to move what reads them into a module of its own: the rest is then cut.
-    """
-    keeps = error.is_of_state or bool(model._buffers) or any(state.tensors for state in states.values())
-    return keeps and lacks_values(error)
 
 
 def _log_what_is_special(
@@ -241,7 +269,12 @@ def _traced_or_whole(
         failure = error
     # not in the handler: an error in there would be reported as a consequence of this one
     if failure is not None:
-        traced = _trace_with_values(export, batch, meta_copy, failure)
+        # the model traced with what its Python reads of the batch; values may not be what the export lacks
+        try:
+            traced = _first(functools.partial(export, reads=batch), batch, meta_copy)
+        except CaptureError as other:
+            raise (other if lacks_values(failure) and not lacks_values(other) else failure) from None
+        assert traced.recording is not None
     if isinstance(batch, WholeUnit) or traced.recording is not None:
         return traced, None
     # Not one sample: export specialises sizes of one (broadcasting, contiguity), and a slice of one sample could not
@@ -261,21 +294,388 @@ def _traced_or_whole(
         return traced, None
 
 
-def _trace_with_values(
-    export: Callable[..., Traced], batch: Mapping[str, Any], meta_copy: MetaCopy, error: CaptureError
-) -> Traced:
-    """Return the model traced with what its Python reads of the batch.
-
-    Raises:
-        CaptureError: it cannot be; ``error``, that of the export without, where values are not what it lacks.
-    """
-    try:
-        traced = _first(functools.partial(export, reads=batch), batch, meta_copy)
-    except CaptureError as other:
-        raise (other if lacks_values(error) and not lacks_values(other) else error) from None
-    assert traced.recording is not None
-    return traced
-
-
 def _aligned(small: Traced, traced: Traced) -> Traced:
     return traced if traced is small else align(structure_of(small.graph), traced)
+
+
+# Which operators every stage may compute for itself instead of receiving their results.
+
+MAX_BUFFER_BYTES = 4 << 20
+MAX_SHARE = 0.01
+"""A replicated operator costs at most this part of the model's forward (or a million operations)."""
+ALWAYS_CHEAP_FLOPS = 1e6
+
+
+def find_replicable(
+    traced: Traced, notes: Mapping[str, Note], clusters: Sequence[Sequence[str]], layouts: Layouts
+) -> set[str]:
+    """Return the operators that are cheap, draw no random numbers and read no parameters.
+
+    They depend on model inputs without a gradient, constants and small buffers that the forward never writes. Groups
+    that share written storage qualify as a whole or not at all. The loss and named outputs never do.
+    """
+    # A mask from attention_mask [8, 16] costs 100 operations and would be 8 x 1 x 16 x 16 values on every edge; each
+    # stage computes it from the batch instead. One percent of the forward a node is the price limit, with a floor so
+    # that tiny models still replicate their masks.
+    total = sum(notes[node.name].flops for node in traced.operators)
+    limit = max(ALWAYS_CHEAP_FLOPS, MAX_SHARE * total)
+    written = written_placeholders(traced.graph, notes)
+    results = {traced.loss, *traced.outputs.values()}
+    usable = {name for name in traced.inputs if not notes[name].requires_grad} | set(traced.constants)
+    for name in traced.parameters:
+        fake = traced.fakes[name]
+        is_small = fake.numel() * fake.element_size() <= MAX_BUFFER_BYTES
+        if not isinstance(fake, nn.Parameter) and is_small and name not in written:
+            usable.add(name)
+    # an input that is written has other values behind the write than a second copy of its readers would see
+    usable -= written & set(traced.inputs)
+    by_name = {node.name: node for node in traced.operators}
+    # In execution order: an operator qualifies if all it reads is usable or has qualified before it.
+    found: set[str] = set()
+    for group in ordered_units(operator_sources(traced.operators), clusters):
+        members = [by_name[name] for name in group]
+        known = usable | found | set(group)
+        qualifies = all(
+            (notes[n.name].flops <= limit or isinstance(layouts.states[n.name], Counted))
+            and n.name not in results
+            and not is_random(n)
+            and not isinstance(n.target, OpaqueCall)
+            and all(s.op == "get_attr" or s.name in known for s in n.all_input_nodes)
+            for n in members
+        )
+        if qualifies:
+            found.update(group)
+    return found
+
+
+def analysed(
+    model: str,
+    traced: Traced,
+    meta_copy: MetaCopy,
+    pair: tuple[Traced, Traced] | None,
+    rows: dict[str, int],
+    unpadded: Collection[str],
+    training: bool,
+    eager: tuple[str, ...],
+) -> CapturedGraph:
+    """Return the capture with all that is found out of it.
+
+    Args:
+        pair: exports at n and 2n samples; None where the model takes whole units.
+        rows: of a sample of each input.
+        unpadded: inputs that hold ones only.
+        eager: modules that run as they are.
+    """
+    masks = masks_of(traced, meta_copy).find()
+    notes = notes_of(traced, meta_copy, masks, unpadded, training=training)
+    _check_written(traced, notes, meta_copy)
+    clusters = find_clusters(traced.graph, notes)
+    if pair is not None:
+        # Clusters twice: layouts are found cluster by cluster, and tensors that cannot be cut make clusters larger.
+        written = written_placeholders(traced.graph, notes)
+        device = tracing_device(meta_copy.device)
+        layouts = LayoutAnalysis(*pair, clusters, rows, device, written=written).run()
+        clusters = find_clusters(traced.graph, notes, uncuttable=layouts.uncuttable())
+    else:
+        layouts = whole_layouts(traced)
+    replicable = find_replicable(traced, notes, clusters, layouts)
+    # whatever reads a count of samples that is sent, instead of made anew, computes on whole units
+    for node in traced.operators:
+        if isinstance(layouts.states[node.name], Counted) and node.name not in replicable:
+            layouts.coupling.update((node.name, *(u.name for u in node.users if u.op == "call_function")))
+    op_graph = _op_graph(model, meta_copy, traced, notes, layouts, replicable)
+    of_masks = {key for mask in masks.values() for key in mask.inputs}
+    analysis = Analysis(
+        op_graph=op_graph,
+        nodes=structure_of(traced.graph),
+        is_training=training,
+        dtype=dtype_name(meta_copy.dtype) if meta_copy.dtype is not None else None,
+        device_type=meta_copy.device.type,
+        layer_lists=find_layer_lists(meta_copy.model),
+        clusters=clusters,
+        unpadded=tuple(sorted(of_masks.intersection(unpadded))),
+        eager=eager,
+        means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
+        # At one sample a cut along samples shows nowhere: [1, heads, ...] and [heads, ...] look alike.
+        sharding=_sharding(traced if pair is None else pair[0], meta_copy, notes),
+        carried=meta_copy.carried,
+    )
+    return assemble(traced, op_graph, meta_copy, analysis, masks)
+
+
+def _sharding(traced: Traced, meta_copy: MetaCopy, notes: Mapping[str, Note]) -> Sharding:
+    buffers = {p.name for p in meta_copy.parameters if p.is_buffer}
+    return find_sharding(
+        traced.graph,
+        parameters={n: own for n, own in traced.parameters.items() if own not in buffers},
+        called={**traced.inputs, **traced.parameters},
+        needs_gradient={name for name, note in notes.items() if note.requires_grad},
+        styles=getattr(meta_copy.original, "_tp_plan", None) or {},
+    )
+
+
+def masks_of(traced: Traced, meta_copy: MetaCopy) -> MaskFinder:
+    """Return what finds the masks of attention that eager models leave out where some entries hold ones only."""
+    own = {name: key for name, key in traced.inputs.items() if key not in traced.received}
+    where = tracing_device(meta_copy.device)
+    candidates = mask_candidates(traced.graph)
+    return MaskFinder(traced.graph, candidates, inputs=own, constants=traced.constants, traced_on=where)
+
+
+def notes_of(
+    traced: Traced,
+    meta_copy: MetaCopy,
+    masks: Mapping[str, Mask],
+    unpadded: Collection[str],
+    *,
+    training: bool,
+) -> dict[str, Note]:
+    """Return what is found of each operator, with the costs of attention as it is for batches like the first one.
+
+    Shapes are those of the capture: a bias that eager attention would add once for all samples has them here too, for
+    that is what a stage sends where another stage adds it.
+    """
+    graph, unread = without_masks(traced.graph, masks, unpadded)
+    notes = annotate(
+        graph,
+        meta_copy.mode,
+        traced.fakes,
+        traced.attributes,
+        received=traced.received,
+        training=training,
+        unread=unread,
+    )
+    for node in traced.operators:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            notes[node.name].shapes = (tuple(node.meta["val"].shape),)
+    if training:
+        _check_loss(traced, notes, meta_copy)
+    return notes
+
+
+def _check_loss(traced: Traced, notes: Mapping[str, Note], meta_copy: MetaCopy) -> None:
+    """Refuse a training loss that no backward starts from; a model without weights has nothing to train anyway."""
+    own = [p for p in meta_copy.parameters if not p.is_buffer]
+    if not own or traced.loss is None or notes[traced.loss].requires_grad:
+        return
+    trained = sum(p.requires_grad for p in own)
+    why = (
+        "between them and the loss are detach(), torch.no_grad(), integers, or a custom autograd.Function, which is "
+        "traced without its gradient; remove that"
+        if trained
+        else "unfreeze what is to be trained (requires_grad_)"
+    )
+    raise CaptureError(
+        f"the loss of {type(meta_copy.model).__name__} needs no gradient, so that nothing would train: {trained} of "
+        f"its {len(own)} parameters take one; {why}"
+    )
+
+
+def _check_written(traced: Traced, notes: Mapping[str, Note], meta_copy: MetaCopy) -> None:
+    """Refuse, or carry, what the forward writes and no stage would have.
+
+    Raises:
+        LeavesState: it is a tensor that a module holds and did not register; it is to be carried.
+        CaptureError: it is of a module that is none of the model's, or has memory that another tensor has too.
+    """
+    written = written_placeholders(traced.graph, notes)
+    constants = [tensor for name, tensor in traced.constants.items() if name in written]
+    if constants:
+        raise LeavesState(states_of_written(meta_copy.model, constants))
+    own = {traced.parameters[name] for name in written if name in traced.parameters}
+    own |= {p.name for p in meta_copy.parameters if p.requires_grad}
+    for one, other in overlapping(meta_copy.original):
+        if one in own or other in own:
+            raise CaptureError(
+                f"{type(meta_copy.original).__name__}: {one} and {other} are two tensors in the same memory, and a "
+                "stage has each by itself: register one, and compute the other in forward (self.weight.t(), "
+                "self.queue[0])"
+            )
+
+
+def assemble(
+    traced: Traced, op_graph: OpGraph, meta_copy: MetaCopy, analysis: Analysis, masks: Mapping[str, Mask]
+) -> CapturedGraph:
+    """Return the capture of a trace, its operators on the device that they will run on."""
+    logger.debug("captured %s: %d operators", op_graph.model, len(op_graph.nodes))
+    # Traced for a device that this build of torch lacks, the graph says cpu wherever it will compute on that device.
+    device, traced_on = meta_copy.device, tracing_device(meta_copy.device).type
+    if traced_on != device.type:
+        place_graph(traced.graph, device, of_type=traced_on)
+        bodies = traced.attributes.items()
+        traced.attributes.update(
+            {name: placed_body(body, device, of_type=traced_on) for name, body in bodies}
+        )
+    return CapturedGraph(
+        graph=traced.graph,
+        attributes=traced.attributes,
+        inputs=traced.inputs,
+        parameters=traced.parameters,
+        constants=traced.constants,
+        op_graph=op_graph,
+        device=device,
+        analysis=analysis,
+        masks=masks,
+        recording=traced.recording,
+    )
+
+
+def _op_graph(
+    model: str,
+    meta_copy: MetaCopy,
+    traced: Traced,
+    notes: Mapping[str, Note],
+    layouts: Layouts,
+    replicable: set[str],
+) -> OpGraph:
+    # inputs of an operator are named as users know them: batch keys and parameters, not placeholders (p_layer_weight)
+    by_name = {node.name: node for node in traced.graph.nodes}
+    known = {**traced.inputs, **traced.parameters}
+    nodes = []
+    for node in traced.operators:
+        note = notes[node.name]
+        layout = _layout(layouts, node.name, note, traced.num_samples)
+        read = (known.get(s.name, s.name) for s in node.all_input_nodes if s.op != "get_attr")
+        nodes.append(
+            OpNode(
+                name=node.name,
+                target=str(node.target),
+                inputs=tuple(dict.fromkeys(read)),
+                module=module_path(node),
+                output=None if note.is_tuple else _spec(node.name, note, traced.num_samples, layout),
+                **_costs(note),
+                is_coupling=node.name in layouts.coupling,
+                is_random=is_random(node),
+                is_replicable=node.name in replicable,
+            )
+        )
+    return OpGraph(
+        model=model,
+        num_samples=traced.num_samples,
+        inputs=tuple(
+            _spec(
+                key, notes[name], traced.num_samples, _layout(layouts, name, notes[name], traced.num_samples)
+            )
+            for name, key in traced.inputs.items()
+        ),
+        parameters=_with_written(meta_copy.parameters, traced, notes),
+        nodes=tuple(nodes),
+        loss=traced.loss,
+        outputs=traced.outputs,
+        couplings=tuple(describe_coupling(by_name[name], reason) for name, reason in layouts.reasons.items()),
+        received=traced.received,
+    )
+
+
+def _costs(note: Note) -> dict[str, Any]:
+    """Return the fields of an `OpNode` that another export changes, beside its output."""
+    names = ("flops", "saved_bytes", "keeps", "kept_inside_bytes", "storage")
+    return {name: getattr(note, name) for name in names}
+
+
+def _with_written(
+    parameters: Sequence[Parameter], traced: Traced, notes: Mapping[str, Note]
+) -> tuple[Parameter, ...]:
+    """Return parameters and buffers with a mark on those that the forward writes.
+
+    Running statistics: the copies of a stage's replicas differ, and a checkpoint holds each rank's. Through views as
+    well: a momentum encoder's weights are written through ``weight.data``.
+    """
+    placeholders = written_placeholders(traced.graph, notes)
+    written = {traced.parameters.get(name) for name in placeholders}
+    state = {traced.parameters.get(name) for name in placeholders if _reaches_result(traced.graph, name)}
+    return tuple(
+        dataclasses.replace(p, is_mutated=True, is_state=p.name in state) if p.name in written else p
+        for p in parameters
+    )
+
+
+def _reaches_result(graph: fx.Graph, name: str) -> bool:
+    """Return whether a result depends on what a placeholder holds.
+
+    Not so on the statistics that a norm in train mode only updates, nor on a count of calls that nothing reads:
+
+        running_mean ─► batch_norm(x, ..., running_mean, ...) ─► loss      count ─► add_
+    """
+    reached = {node for node in graph.nodes if node.name == name}
+    for node in graph.nodes:
+        sources = reached.intersection(node.all_input_nodes)
+        if sources and not all(_is_statistic(node, source) for source in sources):
+            reached.add(node)
+    return any(node.op == "output" for node in reached)
+
+
+def _is_statistic(node: fx.Node, source: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    names = [argument.name for argument in schema.arguments] if schema is not None else []
+    arguments = dict(zip(names, node.args, strict=False)) | node.kwargs
+    own = [name for name, value in arguments.items() if value is source]
+    return bool(own) and set(own) <= {"running_mean", "running_var"}
+
+
+def carried_over(reference: OpGraph, traced: Traced, notes: Mapping[str, Note]) -> OpGraph:
+    """Return the reference's operators with the sizes and costs of another export."""
+    # what tracing at another shape cannot change stays (names, modules, layouts, couplings); what it can is taken from
+    # there: shapes, FLOPs, bytes
+    samples = traced.num_samples
+    nodes = []
+    for old in reference.nodes:
+        note = notes[old.name]
+        output = None if old.output is None else _respec(old.output, note, samples)
+        nodes.append(dataclasses.replace(old, output=output, **_costs(note)))
+    names = {key: name for name, key in traced.inputs.items()}
+    inputs = tuple(_respec(old, notes[names[old.name]], samples) for old in reference.inputs)
+    return dataclasses.replace(reference, num_samples=samples, nodes=tuple(nodes), inputs=inputs)
+
+
+def _respec(old: TensorSpec, note: Note, samples: int) -> TensorSpec:
+    return dataclasses.replace(resized(old, note.shape, samples), requires_grad=note.requires_grad)
+
+
+def _layout(layouts: Layouts, name: str, note: Note, samples: int) -> Layout:
+    # Rows with outer > 1 are inside a cluster and on no edge; `Counted` values on an edge have one value a unit, as
+    # their readers compute on whole units (`analysed`).
+    state = layouts.states[name]
+    if isinstance(state, Rows) and state.outer == 1 and not note.is_tuple:
+        size = note.shape[state.axis]
+        assert size % samples == 0, f"{name}: {note.shape} at {samples} samples"
+        return batch_layout(state.axis, size // samples)
+    return UNIFORM if isinstance(state, Fixed) else UNIT
+
+
+def _spec(name: str, note: Note, samples: int, layout: Layout) -> TensorSpec:
+    return TensorSpec(
+        name=name,
+        dtype=dtype_name(note.dtypes[0]),
+        shape=note.shape,
+        num_samples=samples,
+        layout=layout,
+        requires_grad=note.requires_grad,
+    )
+
+
+def find_layer_lists(model: nn.Module) -> tuple[str, ...]:
+    """Return the paths of containers whose children are layers, outer ones before inner ones.
+
+    Module lists and dicts always are; a sequential is one if two of its children with parameters are of
+    one class. A list of different modules that hold layer lists themselves (towers) only groups them.
+    """
+    # First all candidates, then without those that only hold different towers: ModuleDict(vision=ViT, text=GPT) with
+    # layer lists in both is a namespace like any module, and so its towers' layers are the layers.
+    found = []
+    for path, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            found.append(path)
+        elif isinstance(module, nn.Sequential):
+            classes = Counter(type(c) for c in module.children() if any(True for _ in c.parameters()))
+            if classes and max(classes.values()) > 1:
+                found.append(path)
+    lists = []
+    for path in found:
+        children = list(model.get_submodule(path).children())
+        prefix = f"{path}." if path else ""
+        inner = any(other != path and other.startswith(prefix) for other in found)
+        is_namespace = inner and len(children) > 1 and len({type(c) for c in children}) == len(children)
+        if not is_namespace:
+            lists.append(path)
+    return tuple(lists)

@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.axis_rules import (
     AxisCut,
     NeedsLinears,
@@ -43,7 +42,7 @@ from gpp_plugin.capture.axis_rules import (
     rule_of,
     shape_of,
 )
-from gpp_plugin.capture.tracing.clean import written_arguments
+from gpp_plugin.capture.tracing.clean import module_path, written_arguments
 from gpp_plugin.ir.analysis import (
     ShardedRegion,
     Sharding,

@@ -25,11 +25,16 @@ import networkx as nx
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.annotate import Note, module_path
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
 from gpp_plugin.capture.eager.trial_run import CPU, CheckedOnCpu, made_up
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Operand, Rows, State, Whole, rule_layout
-from gpp_plugin.capture.tracing.clean import on_device, placed_body, written_arguments
+from gpp_plugin.capture.tracing.clean import (
+    Note,
+    module_path,
+    on_device,
+    placed_body,
+    written_arguments,
+)
 from gpp_plugin.capture.tracing.traced import Traced
 from gpp_plugin.errors import first_line
 

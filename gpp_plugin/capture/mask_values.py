@@ -2,7 +2,7 @@
 
 A mask from ``attention_mask`` and positions has no value at capture. Under the assumption that ``attention_mask`` is
 all ones it has one, and that can be looked at: it hides nothing, or just what comes later, or something else. Whoever
-runs the graph checks the assumption for each mini-batch (`are_ones`). Looked at on the CPU: inputs of ones may be
+runs the graph checks the assumption for each mini-batch (`inputs_of_ones`). Looked at on the CPU: inputs of ones may be
 indices beyond a table, which a GPU does not survive (`trial_run`).
 
 Source: this project
@@ -61,12 +61,6 @@ class Mask:
     is_causal: bool
 
 
-def are_ones(value: Tensor) -> bool:
-    """Return whether an input holds ones only, so that a mask made of it hides nothing of its own."""
-    # of most inputs, which are no masks, one element says so
-    return value.numel() > 0 and bool(value.reshape(-1)[0] == 1) and bool((value == 1).all())
-
-
 def is_elementwise(target: Any) -> bool:
     """Return whether an operator makes each element of its result of those at the same place."""
     return target in _ELEMENTWISE or torch.Tag.pointwise in getattr(target, "tags", ())
@@ -80,7 +74,10 @@ def inputs_of_ones(batch: Mapping[str, Any], keys: Iterable[str] | None = None) 
 def _holds_ones(value: Any) -> bool:
     if not isinstance(value, Tensor) or value.is_floating_point() or value.is_meta:
         return False
-    return not isinstance(value, FakeTensor) and are_ones(value)  # a fake one has no values
+    if isinstance(value, FakeTensor) or not value.numel():  # a fake one has no values
+        return False
+    # of most inputs, which are no masks, one element says so
+    return bool(value.reshape(-1)[0] == 1) and bool((value == 1).all())
 
 
 class MaskFinder:
@@ -442,7 +439,13 @@ def without_masks(
             mask = _mask_of(node)
             if mask is not None and mask.name in known:
                 _drop_mask(node, is_causal=known[mask.name].is_causal, written=written)
-    return new, _unread(new, idle)
+    # what nobody reads any more
+    unread: set[fx.Node] = set()
+    for node in reversed(list(new.nodes)):
+        is_free = node.op == "call_function" and node.name not in idle and not written_arguments(node)
+        if is_free and unread.issuperset(node.users):
+            unread.add(node)
+    return new, frozenset(node.name for node in unread)
 
 
 def without_choices(
@@ -487,16 +490,6 @@ def drop_operators(graph: fx.Graph, names: Collection[str]) -> None:
     for node in reversed(list(graph.nodes)):
         if node.name in names:
             graph.erase_node(node)
-
-
-def _unread(graph: fx.Graph, idle: Collection[str]) -> frozenset[str]:
-    """Return the operators that nobody reads; not those of ``idle``, which nobody ever read."""
-    unread: set[fx.Node] = set()
-    for node in reversed(list(graph.nodes)):
-        is_free = node.op == "call_function" and node.name not in idle and not written_arguments(node)
-        if is_free and unread.issuperset(node.users):
-            unread.add(node)
-    return frozenset(node.name for node in unread)
 
 
 def _drop_mask(node: fx.Node, *, is_causal: bool, written: Collection[fx.Node]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from gpp_plugin.capture.analyse_traced import analysed, assemble, carried_over, masks_of, notes_of
 from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
+from gpp_plugin.capture.export import analysed, assemble, carried_over, masks_of, notes_of
 from gpp_plugin.capture.tracing.carried_state import LeavesState, refused
 from gpp_plugin.capture.tracing.clean import copied
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy, make_meta_copy
@@ -26,7 +26,7 @@ from gpp_plugin.capture.tracing.symbolic_sizes import (
     SizeTexts,
     is_open,
     sizes_in,
-    sizes_of_results,
+    tensors_in,
     with_sizes,
 )
 from gpp_plugin.capture.tracing.torch_export import Call, call_by_key, run_reading
@@ -222,7 +222,10 @@ class CaptureAtLengths:
             raise CaptureError("operators with bodies of their own have no sizes that are known outside")
         graph, inputs = self._traced.graph, self._traced.inputs
         self._texts = SizeTexts({inputs[n.name]: n.meta["val"] for n in graph.nodes if n.name in inputs})
-        found = [size for node in graph.nodes for size in (*sizes_in(node), *sizes_of_results(node))]
+        found: list[Any] = []
+        for node in graph.nodes:
+            made = (size for value in tensors_in(node.meta.get("val")) for size in value.shape)
+            found += [*sizes_in(node), *filter(is_open, made)]
         self._keys = list(dict.fromkeys(self._texts.key(size) for size in found))
         by_key = {self._texts.key(size): size for size in found}
         self._evaluate = self._texts.compile([by_key[key] for key in self._keys])
@@ -389,12 +392,5 @@ def read_values(
         CaptureError: it fails on such a batch; names module and line.
     """
     meta_copy = _meta_copy_of(model, analysis, device)
-    whole = WholeCalls(
-        meta_copy.model,
-        meta_copy.original,
-        analysis.eager,
-        batch,
-        training=analysis.is_training,
-        states=analysis.carried,
-    )
+    whole = WholeCalls(meta_copy, analysis.eager, batch, training=analysis.is_training)
     return run_reading(meta_copy, batch, outputs=tuple(analysis.op_graph.outputs), whole=whole, call=call)

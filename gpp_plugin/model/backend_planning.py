@@ -214,7 +214,27 @@ def measure_compiled(
     # One walk over the blocks, on what those before made of a real batch; of 24 equal layers the trial sees the first.
     # Blocks are taken by signature: {"A": layers.0 to layers.23, "B": head}; "auto" those whose gain is above noise.
     check_paths(requested, [block.name for block in graph.blocks])
-    trial = _Trial(captured, compiler or BlockCompiler(), log, requested)
+    costs: dict[str, CompiledCost] = {}
+    used = compiler or BlockCompiler()
+
+    def visit(code: BlockCode, operands: Operands) -> None:
+        """Measure a block that is requested and trains, or look up what it was measured at."""
+        flags = (*(p.requires_grad for p in operands.parameters), *operands.takes_gradient)
+        if code.signature in costs or not is_requested(requested, code.block) or not any(flags):
+            return
+        key: dict[str, object] = {
+            "compiled block": code.signature,
+            "compiler": used.name,
+            "torch": str(torch.__version__),
+            **place_key(captured.device),
+        }
+        cost = log.look_up(key, functools.partial(load, CompiledCost))
+        if cost is None:
+            cost = measure_block(code.block, code.function, operands, used)
+            if not cost.refused:  # a compiler that is missing today may be there tomorrow
+                log.keep(key, functools.partial(save, cost))
+        costs[code.signature] = cost
+
     with step("compile blocks"), restored_streams(captured.device):
         survey = BlockSurvey(
             captured=captured,
@@ -225,57 +245,29 @@ def measure_compiled(
             share_identical=True,
             with_peak=False,
             with_split=False,
-            visit=trial.visit,
+            visit=visit,
         )
         survey.run(lambda done, total, text: None)
+    return _chosen(costs, survey.signatures, requested)
+
+
+def _chosen(
+    costs: Mapping[str, CompiledCost], signatures: Mapping[str, str], requested: CompiledBlocksOption
+) -> CompiledBlocks:
+    """Return which of the blocks that are requested run compiled."""
     blocks: dict[str, list[str]] = {}
-    for block, signature in survey.signatures.items():
-        if signature in trial.costs and is_requested(requested, block):
+    for block, signature in signatures.items():
+        if signature in costs and is_requested(requested, block):
             blocks.setdefault(signature, []).append(block)
     taken: set[str] = set()
     for signature, own in blocks.items():
-        cost = trial.costs[signature]
+        cost = costs[signature]
         if not cost.refused and (requested != "auto" or cost.gain >= LEAST_GAIN):
             taken.update(own)
         if cost.refused and requested != "auto":
             logger.warning("block %s stays on torch instead of compiled code: %s", own[0], cost.refused)
-    found = tuple((tuple(own), trial.costs[signature]) for signature, own in blocks.items())
+    found = tuple((tuple(own), costs[signature]) for signature, own in blocks.items())
     return CompiledBlocks(costs=found, taken=frozenset(taken))
-
-
-class _Trial:
-    """Measures each distinct block that is requested and trains."""
-
-    def __init__(
-        self,
-        captured: CapturedGraph,
-        compiler: BlockCompiler,
-        log: BackendLog,
-        requested: CompiledBlocksOption,
-    ) -> None:
-        self._device = captured.device
-        self._compiler = compiler
-        self._log = log
-        self._requested = requested
-        self.costs: dict[str, CompiledCost] = {}
-
-    def visit(self, code: BlockCode, operands: Operands) -> None:
-        """Measure a block, or look up what it was measured at."""
-        flags = (*(p.requires_grad for p in operands.parameters), *operands.takes_gradient)
-        if code.signature in self.costs or not is_requested(self._requested, code.block) or not any(flags):
-            return
-        key: dict[str, object] = {
-            "compiled block": code.signature,
-            "compiler": self._compiler.name,
-            "torch": str(torch.__version__),
-            **place_key(self._device),
-        }
-        cost = self._log.look_up(key, functools.partial(load, CompiledCost))
-        if cost is None:
-            cost = measure_block(code.block, code.function, operands, self._compiler)
-            if not cost.refused:  # a compiler that is missing today may be there tomorrow
-                self._log.keep(key, functools.partial(save, cost))
-        self.costs[code.signature] = cost
 
 
 def measure_block(

@@ -1,4 +1,4 @@
-"""Real tensors for the parameters one rank needs, and none for the others.
+"""Real tensors for the parameters one rank needs, and none for the others; those of its stages in the user's module.
 
 A model with real weights gives its own tensors. A model on the meta device gets them from a safetensors directory,
 read tensor by tensor, or from its own initialisers: each parameter is made alone, everything else staying on the
@@ -9,11 +9,12 @@ from what one `torch.manual_seed` before the constructor gives, where every valu
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import hashlib
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,8 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.capture.tracing.carried_state import initial_values
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.errors import CheckpointError, ReadError
 from gpp_plugin.integrations.huggingface.hf_weights import (
     INDEX_NAME,
@@ -32,10 +35,16 @@ from gpp_plugin.integrations.huggingface.hf_weights import (
     rebuild_constants,
     tied_names,
 )
+from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.ir.block_graph import Parameter, is_carried
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
+from gpp_plugin.runtime.stage_module import Reference, StageModule, joined_module
+from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards
 
 Finish = Callable[[str, Tensor], Tensor]
 """Moves and casts the tensor of a first name."""
@@ -438,3 +447,199 @@ def _indexed_files(index: Path) -> dict[str, Path]:
 def _nearest(name: str, candidates: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, list(candidates), n=3, cutoff=0.5)
     return f"; the nearest names are {close}" if close else ""
+
+
+def materialize_for(
+    model: nn.Module,
+    names: Iterable[str],
+    *,
+    setting: Setting,
+    config: GraphPipelineConfig,
+    cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
+) -> dict[str, Tensor]:
+    """Return real tensors of these parameters and buffers, where and as this job computes with them.
+
+    Args:
+        cuts: as of `materialize_parameters`.
+    """
+    return materialize_parameters(
+        model,
+        names,
+        device=setting.device,
+        dtype=setting.dtype,
+        seed=config.seed,
+        weights=config.weights,
+        cuts=cuts,
+    )
+
+
+class ModuleHolder:
+    """A captured module and those of its stages that this rank runs.
+
+    Args:
+        prefix: what the graph puts before the module's own names; a part of a stage graph has its name there.
+        called: names of the module with the prefix, of parameters that other stages have too -> what the graph calls
+            them.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        config: GraphPipelineConfig,
+        setting: Setting,
+        prefix: str = "",
+        called: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        self._module = module
+        self._config = config
+        self._setting = setting
+        self._prefix = prefix
+        own = {name: name.removeprefix(prefix) for name in called}
+        self._called = {own[name]: called[name] for name in called}
+        self._own = {called[name]: own[name] for name in called}
+        self._states: dict[str, Parameter] = {}
+        # a tied tensor has one name in a stage, the first
+        self._first = tied_names(module)
+
+    def make_modules(
+        self, reference: Reference, plan: PipelinePlan, held: Mapping[int, Sequence[str]]
+    ) -> tuple[StageModule, ...]:
+        """Return stages of these parameters and buffers; the user's module keeps those only, and its buffers.
+
+        A stage trains the user's own parameters, so that what is written to them, or read of them, holds; where two
+        stages hold one, the first has it, and the other one its memory. Of what a stage's tensor ranks share out it
+        has this rank's part.
+
+        Args:
+            held: stage of the plan -> the names of what it holds.
+        """
+        names = list(held.values())
+        known = {p.name: p for p in reference.analysis.op_graph.parameters}
+        self._states |= {name: p for name, p in known.items() if is_carried(name)}
+        used = {name for block in reference.block_graph.blocks for name in block.parameters}
+        shards = [parameter_shards(reference, plan, index) for index in held]
+        tensors = self._materialize(
+            dict.fromkeys(
+                n for of_stage, cut in zip(names, shards, strict=True) for n in of_stage if n not in cut
+            )
+        )
+        parts = [self._own_parts(cut, plan.stages[index]) for cut, index in zip(shards, held, strict=True)]
+        theirs = dict(self._module.named_parameters(remove_duplicate=False))
+        taken: dict[str, nn.Parameter] = {}
+        for name, tensor in tensors.items():
+            parameter = theirs.get(self._local(name))
+            # what no block reads trains nothing, whatever its owner requests: the stage has a parameter of its own
+            if parameter is None or (name not in used and parameter.requires_grad):
+                continue
+            if not parameter.is_meta and torch._has_compatible_shallow_copy_type(parameter, tensor):
+                parameter.grad = None
+                parameter.data = tensor
+                taken[name] = parameter
+        # what was cast is a copy: the module keeps only what the stage shares with it
+        local = {self._local(name): tensor for name, tensor in tensors.items()}
+        shared = {name for name, tensor in local.items() if name in theirs and _is_same(theirs[name], tensor)}
+        buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
+        release_parameters(self._module, keep=shared | buffers)
+        modules = []
+        for of_stage, own, cut in zip(names, parts, shards, strict=True):
+            module = StageModule(
+                # a user's parameter is the first stage's that holds it
+                tensors={n: own[n] if n in own else taken.pop(n, tensors[n]) for n in of_stage},
+                parameters=[name for name in of_stage if not known[name].is_buffer],
+                frozen=frozenset(n for n in of_stage if not known[n].requires_grad or n not in used),
+                persistent=frozenset(n for n in of_stage if known[n].is_persistent),
+            )
+            for name, shard in cut.items():
+                mark_part(module.get_parameter(name), shard)
+            modules.append(module)
+        return tuple(modules)
+
+    def _own_parts(self, shards: Mapping[str, TensorShard], stage: Stage) -> dict[str, Tensor]:
+        """Return this rank's parts of what a stage's tensor ranks share out."""
+        position = stage.position(self._setting.rank)[1]
+
+        def cut_of(shard: TensorShard) -> Callable[[Tensor], Tensor]:
+            return lambda whole: own_part(whole, shard, position, stage.tensor)
+
+        return self._materialize(shards, cuts={self._local(n): cut_of(shard) for n, shard in shards.items()})
+
+    def complete_module(self, module: StageModule, names: Iterable[str]) -> None:
+        """Give the stage those tensors of ``names`` that only evaluation reads."""
+        held = module.named_tensors()
+        missing = [name for name in names if name not in held]
+        if missing:
+            module.add_buffers(self._materialize(missing))
+
+    def all_buffers(self, live: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+        """Return all buffers of the module on a device, those of this rank's stages as they are in training.
+
+        Args:
+            live: the stages' buffers, under the names of the graph.
+        """
+        own = {name: buffer for name, buffer in self._module.named_buffers(remove_duplicate=False)}
+        missing = [name for name, buffer in own.items() if buffer.is_meta and self._prefix + name not in live]
+        made = self._materialize([self._prefix + name for name in missing])
+        held = {**made, **live}
+        return {
+            name: held[self._prefix + name] if self._prefix + name in held else buffer.to(device)
+            for name, buffer in own.items()
+        }
+
+    def share_weights(self, modules: Sequence[StageModule]) -> None:
+        """Let the user's module have the stages' parameters and buffers as its own, but for parts of them.
+
+        What is written to them, or registered on them, is then of the stage; parameters that were on the meta device
+        are replaced, others are the stage's already.
+        """
+        stages = joined_module(modules)
+        for held, kind in ((stages.named_parameters, "_parameters"), (stages.named_buffers, "_buffers")):
+            known: dict[str, Tensor] = dict(held(remove_duplicate=False))
+            for path, module in self._module.named_modules(remove_duplicate=False):
+                table: dict[str, Tensor | None] = getattr(module, kind)
+                for leaf, tensor in table.items():
+                    name = f"{path}.{leaf}" if path else leaf
+                    own = known.get(self._called.get(name, self._prefix + self._first.get(name, name)))
+                    if tensor is None or own is None or own is tensor or own.shape != tensor.shape:
+                        continue
+                    if kind == "_buffers" or own.requires_grad or not tensor.requires_grad:
+                        own._backward_hooks = tensor._backward_hooks or own._backward_hooks
+                        table[leaf] = own
+
+    def _materialize(
+        self, names: Iterable[str], *, cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({})
+    ) -> dict[str, Tensor]:
+        local = {self._local(name): name for name in names}
+        states = [
+            dataclasses.replace(self._states[name], name=own)
+            for own, name in local.items()
+            if name in self._states
+        ]
+        tensors = {
+            name: value.to(self._setting.device)
+            for name, value in initial_values(self._module, states).items()
+        }
+        own = [name for name in local if name not in tensors]
+        tensors |= materialize_for(self._module, own, setting=self._setting, config=self._config, cuts=cuts)
+        return {local[name]: tensor for name, tensor in tensors.items()}
+
+    def _local(self, name: str) -> str:
+        """Return what the module calls a tensor of the graph."""
+        return self._own.get(name, name.removeprefix(self._prefix))
+
+
+def _is_same(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same memory."""
+    return not tensor.is_meta and tensor.data_ptr() == other.data_ptr()
+
+
+@torch.no_grad()
+def separate_copies(stages: Sequence[StageModule]) -> None:
+    """Give each stage of a rank its own memory for what an earlier one holds too: each trains its own copy."""
+    seen: set[int] = set()
+    for module in stages:
+        tensors = [t for t in module.named_tensors().values() if t.numel() and not t.is_meta]
+        for tensor in tensors:
+            if tensor.data_ptr() in seen:
+                tensor.data = tensor.data.clone()
+        seen.update(tensor.data_ptr() for tensor in tensors)

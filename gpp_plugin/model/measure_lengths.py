@@ -15,7 +15,6 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.capture.recapture import CaptureAtLengths
 from gpp_plugin.capture.tracing.sample_batches import LengthOf, length_entries, length_of, with_lengths
+from gpp_plugin.config.block import LengthsConfig
 from gpp_plugin.errors import CaptureError, GppError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import BlockGraph
@@ -44,6 +44,7 @@ from gpp_plugin.ir.size_formulas import (
     value_of,
 )
 from gpp_plugin.model.graph.captured_part import CapturedPart
+from gpp_plugin.model.graph.part_lengths import shapes_of
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.batches import Batch
 
@@ -135,20 +136,12 @@ def _matrix(points: Sequence[Lengths]) -> tuple[npt.NDArray[np.float64], npt.NDA
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthsToMeasure:
-    """What the configuration says of lengths: those to plan times for, and the longest."""
-
-    typical: tuple[LengthOf, ...]
-    longest: LengthOf
-
-
 def measure_lengths(
     part: CapturedPart,
     analysis: Analysis,
     batch: Batch,
     profile: Profile,
-    wanted: LengthsToMeasure,
+    wanted: LengthsConfig,
     *,
     cache_dir: str | None,
 ) -> LengthCosts | None:
@@ -185,13 +178,13 @@ class _Measured:
         part: CapturedPart,
         analysis: Analysis,
         batch: Batch,
-        wanted: LengthsToMeasure,
+        wanted: LengthsConfig,
         cache_dir: str | None,
     ) -> None:
         self._part, self._analysis, self._cache_dir = part, analysis, cache_dir
         self._samples = analysis.op_graph.num_samples
         self._batch = part.arguments(batch, {}, self._samples)
-        self._entries = length_entries(self._batch, wanted.longest)
+        self._entries = length_entries(self._batch, wanted.max)
         self._wanted = wanted
         self._capture: CaptureAtLengths | None = None
         self._sizes = self._with_symbols() or self._by_size()
@@ -277,8 +270,7 @@ class _Measured:
         """Say so where the model's Python answers otherwise at the longest: it may lack places for so many tokens."""
         if self._capture is None:
             return
-        shapes = {k: tuple(v.shape) for k, v in self._batch_at(longest).items() if isinstance(v, Tensor)}
-        reason = self._capture.conditions.solver()(shapes)
+        reason = self._capture.conditions.solver()(shapes_of(self._batch_at(longest)))
         if isinstance(reason, Mismatch):
             logger.warning(
                 "lengths: %s is another graph at the longest (%s): its memory is predicted from shorter ones; lower "
@@ -302,8 +294,8 @@ class _Measured:
         Raises:
             GppError: the part cannot be traced or run at one of the lengths, or is another graph there.
         """
-        typical = tuple(self._values(one) for one in self._wanted.typical)
-        longest = self._values(self._wanted.longest)
+        typical = tuple(self._values(one) for one in self._wanted.planned)
+        longest = self._values(self._wanted.max)
         reference = tuple(int(self._batch[key].shape[axis]) for key, axis in self._sizes.symbols.values())
         self._warn_of(longest)
         ranges = [

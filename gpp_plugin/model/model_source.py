@@ -48,22 +48,21 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
-from gpp_plugin.model.graph.user_module import UserModule
-from gpp_plugin.model.materialize import release_parameters
-from gpp_plugin.model.measure_lengths import LengthsToMeasure
-from gpp_plugin.model.module_holder import ModuleHolder, names_held, save_stages, separate_copies
+from gpp_plugin.model.graph.user_module import UserModule, save_stages
+from gpp_plugin.model.materialize import ModuleHolder, release_parameters, separate_copies
 from gpp_plugin.model.preparation import (
     PREPARATION_TIMEOUT_S,
     Setting,
     check_config,
     check_files,
     check_ties,
-    cut_part,
+    explicit_stages,
     fewest_samples,
     look_at_devices,
     plan_profiled,
     plan_request,
     refuse_split,
+    sample_counts,
     samples_explained,
     with_memory_explained,
     with_stage,
@@ -71,9 +70,7 @@ from gpp_plugin.model.preparation import (
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.explicit_plan import FixedStage
 from gpp_plugin.plan.request import searching
-from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.report.progress import shown_as, step
@@ -192,7 +189,7 @@ class ModelSource:
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:
             check_ties(reference, config)  # before minutes of measuring
-        counts = self._sample_counts()
+        counts = sample_counts(job, config, setting)
         costs = self._measured(counts)
         self._profile = costs.profile(reference.block_graph, device="")
 
@@ -258,9 +255,8 @@ class ModelSource:
                 self._job.verify(costs)
         lengths = config.lengths
         if lengths is not None:
-            requested = LengthsToMeasure(typical=lengths.planned, longest=lengths.max)
             with step("profile other lengths"):
-                self._lengths = self._job.measure_lengths(costs, requested, cache_dir=config.profile_dir)
+                self._lengths = self._job.measure_lengths(costs, lengths, cache_dir=config.profile_dir)
         return costs
 
     def _with_backends(
@@ -346,7 +342,15 @@ class ModelSource:
             inputs = inputs_at(inputs, lengths, lengths.longest)
         pieces, dtype = None, str(self._setting.dtype).removeprefix("torch.")
         if self._job.whole is None:
-            pieces = self._pieces(costs, device=device, least=least, found=found)
+            pieces = explicit_stages(
+                self._job,
+                costs,
+                self._config,
+                self._setting,
+                device=device,
+                smallest_local_batch=least,
+                found=found,
+            )
         return plan_profiled(
             graph,
             with_inputs(profile, graph, inputs, mini_batch=self._setting.sizes.mini_batch, dtype=dtype),
@@ -366,74 +370,6 @@ class ModelSource:
                 check_files(_captured(self._model), self._config)
 
         collectives.exchange(look, what="a look at the files", group=self._setting.group)
-
-    def _sample_counts(self) -> dict[str, Sequence[int]]:
-        """Return at which numbers of samples each stage is timed: what its micro-batches may be.
-
-        With units of 8 samples in mini-batches of 64: a captured part at 1, 4, 8 and 32, since into how many stages
-        and on how many ranks each follows from the costs; a user's module at 4 and 8, and at what it receives.
-        """
-        sizes = self._setting.sizes
-        unit = sizes.loss_unit
-        # with one loss a mini-batch the planner chooses
-        is_searched = self._config.micro_batch_sizes == "search" or unit == sizes.mini_batch
-        searched = sorted({*default_sample_counts(unit), min(sizes.mini_batch, 4 * unit)})
-        counts: dict[str, Sequence[int]] = {}
-        for stage in self._job.resolved.stages:
-            if stage.is_captured:
-                counts[stage.name] = (unit,) if self._job.takes_whole_units(stage.name) else searched
-                continue
-            size = stage.spec.micro_batch_size or self._requested_size(stage.name)
-            local = None if size is None else max(size * stage.spec.tensor // len(stage.spec.ranks), 1)
-            if stage.name in self._job.coupled:
-                counts[stage.name] = (unit,)
-            elif is_searched:
-                counts[stage.name] = searched
-            else:
-                counts[stage.name] = sorted({max(unit // 2, 1), unit, local or unit})
-        return counts
-
-    def _requested_size(self, stage: str) -> int | None:
-        """Return the micro-batch size that the configuration gives a stage, if it does."""
-        sizes = self._config.micro_batch_sizes
-        requested = sizes.get(stage) if isinstance(sizes, dict) else sizes
-        if requested == "full":
-            return self._setting.sizes.mini_batch
-        return requested if isinstance(requested, int) else None
-
-    def _pieces(
-        self, costs: StageCosts, *, device: str, least: int, found: JobCluster | None
-    ) -> list[FixedStage]:
-        """Return the stages of a graph: users' modules as they are, captured parts as the planner cuts them."""
-        views = self._job.views(is_training=True)
-        pieces: list[FixedStage] = []
-        for stage in self._job.resolved.stages:
-            spec = stage.spec
-            if not stage.is_captured:
-                pieces.append(
-                    FixedStage(
-                        name=stage.name,
-                        blocks=(stage.name,),
-                        ranks=spec.ranks,
-                        tensor=spec.tensor,
-                        micro_batch_size=spec.micro_batch_size,
-                    )
-                )
-                continue
-            graph = views[stage.name].blocks
-            pieces += cut_part(
-                graph,
-                costs.profile(graph, device=device, stage=stage.name),
-                name=stage.name,
-                ranks=spec.ranks,
-                num_stages=spec.num_pieces if isinstance(spec.num_pieces, int) else None,
-                micro_batch_size=spec.micro_batch_size,
-                config=self._config,
-                setting=self._setting,
-                smallest_local_batch=least,
-                found=found,
-            )
-        return pieces
 
     def sized_plan(self, reference: Reference, plan: PipelinePlan) -> SizedPlan | None:
         """Return what the plan's stages hold at any lengths; None where that is known of the sample batch's alone."""
@@ -489,15 +425,16 @@ class ModelSource:
                 release_parameters(spec.make)
         functions = runner.prepare(sample_batch)
         made: dict[int, StageModule] = {}
-        held: dict[
-            str, dict[int, tuple[str, ...]]
-        ] = {}  # of captured parts: stage of the plan -> what it holds
+        # of captured parts: stage of the plan -> what it holds
+        held: dict[str, dict[int, tuple[str, ...]]] = {}
         for stage, function in zip(runner.stages, functions, strict=True):
             own = self._job.owns[self._job.owner(runner.plan, stage)]
             if isinstance(own, UserModule):
                 made[stage] = own
             else:
-                held.setdefault(own.stage.name, {})[stage] = names_held(own, runner, stage, function)
+                held.setdefault(own.stage.name, {})[stage] = own.names_held(
+                    runner.reference, runner.plan, stage, function
+                )
         for name, of_stages in held.items():
             part = self._job.owns[name]
             assert isinstance(part, CapturedPart)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor, nn
@@ -30,9 +29,9 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import MAX_BYTES, read_json
+from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph
-from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
@@ -50,6 +49,7 @@ from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.plugins import find_schedule
+from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
 from gpp_plugin.profile.machine import read_machine
@@ -187,64 +187,97 @@ def _listed(names: Sequence[str]) -> str:
     return names[0].replace(CARRIED, "") + more
 
 
-def cut_part(
-    graph: BlockGraph,
-    profile: Profile,
-    *,
-    name: str,
-    ranks: Sequence[int],
-    num_stages: int | None,
-    micro_batch_size: int | None,
+def sample_counts(job: GraphJob, config: GraphPipelineConfig, setting: Setting) -> dict[str, Sequence[int]]:
+    """Return at which numbers of samples each stage is timed: what its micro-batches may be.
+
+    With units of 8 samples in mini-batches of 64: a captured part at 1, 4, 8 and 32, since into how many stages
+    and on how many ranks each follows from the costs; a user's module at 4 and 8, and at what it receives.
+    """
+    mini_batch, unit = setting.sizes.mini_batch, setting.sizes.loss_unit
+    sizes = config.micro_batch_sizes
+    # with one loss a mini-batch the planner chooses
+    is_searched = sizes == "search" or unit == mini_batch
+    searched = sorted({*default_sample_counts(unit), min(mini_batch, 4 * unit)})
+    counts: dict[str, Sequence[int]] = {}
+    for stage in job.resolved.stages:
+        spec = stage.spec
+        if job.takes_whole_units(stage.name) if stage.is_captured else stage.name in job.coupled:
+            counts[stage.name] = (unit,)
+        elif stage.is_captured or is_searched:
+            counts[stage.name] = searched
+        else:
+            requested = sizes.get(stage.name) if isinstance(sizes, dict) else sizes
+            requested = mini_batch if requested == "full" else requested
+            size = spec.micro_batch_size or (requested if isinstance(requested, int) else None)
+            local = unit if size is None else max(size * spec.tensor // len(spec.ranks), 1)
+            counts[stage.name] = sorted({max(unit // 2, 1), unit, local})
+    return counts
+
+
+def explicit_stages(
+    job: GraphJob,
+    costs: StageCosts,
     config: GraphPipelineConfig,
     setting: Setting,
+    *,
+    device: str,
     smallest_local_batch: int,
-    found: JobCluster | None = None,
+    found: JobCluster | None,
 ) -> list[FixedStage]:
-    """Return the stages that a planner cuts a captured part into, on its own ranks.
+    """Return the stages of a graph: users' modules as they are, captured parts as a planner cuts them on their ranks.
 
-    What they swap and recompute follows when the whole graph says how many micro-batches they hold.
-
-    Args:
-        num_stages: exactly that many; None leaves it to the planner.
+    What these swap and recompute follows when the whole graph says how many micro-batches they hold.
 
     Raises:
-        PlanError, PlanInfeasible: the part cannot be cut so.
+        PlanError, PlanInfeasible: a part cannot be cut so.
     """
     # Example: the part "tower" on ranks 2, 3, 5 of six, in two stages. The planner plans ranks 0..2 of a
     # cluster of those three devices; what it puts on its ranks (0, 1) and (2,) lies on (2, 3) and (5,).
-    blocks = tuple(block.name for block in graph.blocks)
-    if num_stages == 1 or (num_stages is None and len(ranks) == 1):
-        return [FixedStage(name=name, blocks=blocks, ranks=tuple(ranks), micro_batch_size=micro_batch_size)]
-    request = plan_request(
-        graph,
-        config,
-        setting,
-        profile,
-        {} if micro_batch_size is None else {"*": micro_batch_size},
-        smallest_local_batch=smallest_local_batch,
-        found=found,
-    )
-    request = dataclasses.replace(
-        request,
-        num_ranks=len(ranks),
-        num_stages=num_stages,
-        data_parallel=None,
-        tensor_parallel=1,
-        cluster=dataclasses.replace(
-            request.cluster, devices=tuple(request.cluster.devices[rank] for rank in ranks)
-        ),
-    )
-    plan = make_plan(config.planner, request)
-    return [
-        FixedStage(
-            name=name,
-            is_piece=len(plan.stages) > 1,
-            blocks=stage.blocks,
-            ranks=tuple(ranks[rank] for rank in stage.ranks),
-            micro_batch_size=micro_batch_size,
+    views = job.views(is_training=True)
+    stages: list[FixedStage] = []
+    for stage in job.resolved.stages:
+        spec, size = stage.spec, stage.spec.micro_batch_size
+        number = spec.num_pieces if isinstance(spec.num_pieces, int) else None
+        blocks: tuple[str, ...] = (stage.name,)
+        if stage.is_captured:
+            blocks = tuple(block.name for block in views[stage.name].blocks.blocks)
+        if not stage.is_captured or number == 1 or (number is None and len(spec.ranks) == 1):
+            whole = FixedStage(
+                name=stage.name, blocks=blocks, ranks=spec.ranks, tensor=spec.tensor, micro_batch_size=size
+            )
+            stages.append(whole)
+            continue
+        graph = views[stage.name].blocks
+        request = plan_request(
+            graph,
+            config,
+            setting,
+            costs.profile(graph, device=device, stage=stage.name),
+            {} if size is None else {"*": size},
+            smallest_local_batch=smallest_local_batch,
+            found=found,
         )
-        for stage in plan.stages
-    ]
+        devices = tuple(request.cluster.devices[rank] for rank in spec.ranks)
+        request = dataclasses.replace(
+            request,
+            num_ranks=len(spec.ranks),
+            num_stages=number,
+            data_parallel=None,
+            tensor_parallel=1,
+            cluster=dataclasses.replace(request.cluster, devices=devices),
+        )
+        plan = make_plan(config.planner, request)
+        stages += [
+            FixedStage(
+                name=stage.name,
+                is_piece=len(plan.stages) > 1,
+                blocks=piece.blocks,
+                ranks=tuple(spec.ranks[rank] for rank in piece.ranks),
+                micro_batch_size=size,
+            )
+            for piece in plan.stages
+        ]
+    return stages
 
 
 def check_files(modules: Iterable[nn.Module], config: GraphPipelineConfig) -> None:
@@ -448,30 +481,6 @@ def _cluster(config: GraphPipelineConfig, setting: Setting) -> Cluster:
     )
 
 
-def materialize_for(
-    model: nn.Module,
-    names: Iterable[str],
-    *,
-    setting: Setting,
-    config: GraphPipelineConfig,
-    cuts: Mapping[str, Callable[[Tensor], Tensor]] = MappingProxyType({}),
-) -> dict[str, Tensor]:
-    """Return real tensors of these parameters and buffers, where and as this job computes with them.
-
-    Args:
-        cuts: as of `materialize_parameters`.
-    """
-    return materialize_parameters(
-        model,
-        names,
-        device=setting.device,
-        dtype=setting.dtype,
-        seed=config.seed,
-        weights=config.weights,
-        cuts=cuts,
-    )
-
-
 def fewest_samples(costs: StageCosts, counts: Mapping[str, Sequence[int]]) -> int:
     """Return the smallest number of samples that every stage can do."""
     # A block that was tried at 1, 4 and 8 samples and has times from 4 on could not do 1: then 4. One that was never
@@ -554,6 +563,8 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
     pieces = graph.stages[0].num_pieces if is_plain else None
     is_explicit = all(stage.num_pieces is None for stage in graph.stages)
     stages_differ = config.stages not in ("auto", number if is_explicit else "auto")
+    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
+    is_other_degree = config.data_parallel != "auto" and degrees != {config.data_parallel}
     for key, wrong, fix in (
         ("planner", is_explicit and config.planner != "auto", "its stages are explicit; remove the key"),
         (
@@ -584,7 +595,7 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         ),
         (
             "data_parallel",
-            not is_plain and _is_other_degree(graph, config),
+            not is_plain and is_other_degree,
             "its ranks are explicit; remove the key",
         ),
         (
@@ -596,8 +607,3 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         if wrong:
             value = getattr(config, key)
             raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
-
-
-def _is_other_degree(graph: StageGraph, config: GraphPipelineConfig) -> bool:
-    degrees = {len(stage.ranks) // stage.tensor for stage in graph.stages}
-    return config.data_parallel != "auto" and degrees != {config.data_parallel}

@@ -15,113 +15,45 @@ import copy
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.eager.trial_run import refuse_lost_device
-from gpp_plugin.capture.tracing.carried_state import begins_empty
-from gpp_plugin.capture.tracing.outside import hidden_process_group
-from gpp_plugin.capture.tracing.torch_export import Call
-from gpp_plugin.errors import CaptureError, first_line
-from gpp_plugin.ir.profile import BlockCost
-from gpp_plugin.model.compare_capture import (
-    HALF,
-    Comparison,
-    Difference,
-    compare_capture,
-    copy_model,
-    in_float32,
+from gpp_plugin.capture.eager.trial_run import NotedWrites, refuse_lost_device, undone_writes
+from gpp_plugin.capture.mask_values import inputs_of_ones
+from gpp_plugin.capture.tracing.carried_state import (
+    attribute_of,
+    begins_empty,
+    changed_attributes,
+    held_by,
+    initial_values,
 )
+from gpp_plugin.capture.tracing.clean import copied
+from gpp_plugin.capture.tracing.meta_copy import set_modes
+from gpp_plugin.capture.tracing.outside import hidden_process_group, noted_accesses, watched_generators
+from gpp_plugin.capture.tracing.torch_export import Call, loss_and_outputs, split_batch
+from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.ir.block_graph import CARRIED, is_carried
+from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model.graph.captured_part import CapturedPart
-from gpp_plugin.model.graph.module_trial import Place, stage_arguments
-from gpp_plugin.model.graph.probe import Survey
+from gpp_plugin.model.graph.module_trial import (
+    HALF,
+    Place,
+    SameDraws,
+    copy_model,
+    random_values,
+    stage_arguments,
+)
+from gpp_plugin.model.graph.probe import LARGEST_ERROR, Survey, last_sample, mixes_packed_rows
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import restored_streams
-
-# Does a model separate samples that lie in one row? Found out by running the last of them alone.
-#
-# Samples are distinguished by ``position_ids`` that restart (`gpp_plugin.data.flatten`). A model that ignores them
-# simply attends from each sample to those before it, without a word: the loss falls, and is that of another model.
-#
-#     row      a b c d e     positions 0 1 2 0 1
-#     alone          d e     positions       0 1        the same outputs for d and e, if the model takes such rows
-
-POSITIONS, MASK, LABELS, LOGITS, LOSS = "position_ids", "attention_mask", "labels", "logits", "loss"
-LARGEST_ERROR = 1e-4
-"""Of outputs by their norm: above rounding of other lengths, and far below what attending to others changes."""
-
-_MASKED = 1e18
-"""Logits of at least this size are masked ones, -inf or the least number of a type: their squares have no sum."""
-
-
-def last_sample(arguments: Mapping[str, Any]) -> int | None:
-    """Return where the last sample of the first row begins; None where rows are not known to hold several samples."""
-    positions = arguments.get(POSITIONS)
-    if not isinstance(positions, Tensor) or positions.ndim != 2 or positions.is_floating_point():
-        return None
-    if arguments.get(MASK) is not None:  # positions beside a mask are those of padded rows
-        return None
-    begins = (positions[0].diff() < 0).nonzero().flatten()
-    return int(begins[-1]) + 1 if len(begins) else None
-
-
-def mixes_packed_rows(module: nn.Module, arguments: Mapping[str, Any], *, call: Call) -> float | None:
-    """Return by how much a sample's outputs differ between a row of several samples and a row of its own.
-
-    None where rows hold one sample each, or nothing can be compared.
-
-    Args:
-        module: that may be run without harm (`copy_model`).
-        call: how it is called.
-    """
-    begin = last_sample(arguments)
-    if begin is None:
-        return None
-    length = arguments[POSITIONS].shape[1]
-    row = {key: _first_row(value, begin=0, length=length) for key, value in arguments.items()}
-    if isinstance(row.get(LABELS), Tensor):  # of the last sample alone, so that losses are of the same tokens
-        row[LABELS][:, : begin + 1] = -100
-    alone = {key: _first_row(value, begin=begin, length=length) for key, value in row.items()}
-    was_training = module.training
-    module.eval()  # no dropout
-    try:
-        with torch.no_grad(), hidden_process_group(), restored_streams(arguments[POSITIONS].device):
-            packed, single = (_compared(call(module, inputs)) for inputs in (row, alone))
-    finally:
-        module.train(was_training)
-    if packed is None or single is None:
-        return None
-    if packed.ndim > 1 and packed.shape[1] == length:
-        packed = packed[:, begin:]
-    if packed.shape != single.shape:
-        return None
-    is_number = single.abs() < _MASKED
-    if not torch.equal(packed.abs() < _MASKED, is_number):
-        return math.inf
-    packed, single = packed[is_number], single[is_number]
-    return float((packed - single).norm() / single.norm().clamp_min(1e-30))
-
-
-def _first_row(value: Any, *, begin: int, length: int) -> Any:
-    """Return the tokens from ``begin`` on of the first row, of what has a value a token; all else as it is."""
-    if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != length:
-        return value
-    return value[:1, begin:].detach().clone()
-
-
-def _compared(returned: Any) -> Tensor | None:
-    """Return the logits of what a model returned, or its loss."""
-    for name in (LOGITS, LOSS):
-        value = returned.get(name) if isinstance(returned, Mapping) else getattr(returned, name, None)
-        if isinstance(value, Tensor):
-            return value.float()
-    return None
-
+from gpp_plugin.runtime.stage_module import build_stage_function
 
 SHARE = 0.25
 """Of the time before it: a fifth of the time with it."""
@@ -236,17 +168,13 @@ def _sizes(unit: int, part: CapturedPart, layer_lists: Sequence[str]) -> list[_S
     """Return what may be compared, the most first."""
     fewer = [n for n in (unit // 4, unit // 16, 2) if 2 <= n < unit]
     sizes = [_Size(num_samples=n, is_whole=True) for n in dict.fromkeys((unit, *fewer))]
-    removed = sum(p.numel() for path in _removed(part.model, layer_lists) for p in path.parameters())
+    lists = [part.model.get_submodule(path) for path in _outer(layer_lists)]
+    left_out = [layer for layers in lists for layer in list(layers.children())[LAYERS_COMPARED:]]
+    removed = sum(p.numel() for layer in left_out for p in layer.parameters())
     if removed:
         total = sum(p.numel() for p in part.model.parameters())
         sizes.append(_Size(num_samples=min(unit, 2), is_whole=False, share=1.0 - removed / total))
     return sizes
-
-
-def _removed(model: nn.Module, layer_lists: Sequence[str]) -> list[nn.Module]:
-    """Return the repeated layers that are left out of a small comparison."""
-    lists = [model.get_submodule(path) for path in _outer(layer_lists)]
-    return [layer for layers in lists for layer in list(layers.children())[LAYERS_COMPARED:]]
 
 
 def _outer(layer_lists: Sequence[str]) -> list[str]:
@@ -410,3 +338,353 @@ def _described(difference: Difference) -> str:
         "absent" if math.isnan(value) else f"{value:.9g}" for value in (difference.graph, difference.module)
     )
     return f"{difference.what} is {graph} in the graph and {module} in the module (off by {difference.error:.1e})"
+
+
+# A captured graph against the module it was made of: the loss, outputs, every gradient and what the forward writes.
+#
+# Both run once on the same weights and rows, in float32. Dropout is off in both: what it draws is replaced by its mean,
+# and any other operator that draws begins at the same place in both, so that the order of draws does not matter.
+
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-6, 2e-6
+"""Relative errors of a loss, and of a gradient or an output by the norm of the tensor."""
+LEAST_SCALE = 1e-3
+"""Share of the largest gradient's norm below which a gradient counts as rounding: a key's bias has one of zero."""
+
+aten = torch.ops.aten
+_LOSS, _STATE = "loss", "state "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """What is not the same in graph and module.
+
+    Args:
+        what: "loss", "output logits[3, 0]", "gradient of head.weight[1, 5]", "norm of the gradient of head.weight".
+        graph, module: the two values there, nan where there is none.
+        error: relative.
+    """
+
+    what: str
+    graph: float
+    module: float
+    error: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """How far a graph is from its module.
+
+    Args:
+        num_gradients: that were compared.
+        errors: of the loss, each output, gradient and buffer, by what it is.
+        differences: beyond tolerance; the loss and outputs first, then gradients in the order of the module.
+    """
+
+    num_gradients: int
+    errors: Mapping[str, float]
+    differences: tuple[Difference, ...]
+
+    @property
+    def loss_error(self) -> float:
+        """Return the relative error of the loss; 0 where there is none."""
+        return self.errors.get(_LOSS, 0.0)
+
+    @property
+    def gradient_error(self) -> float:
+        """Return the largest error of all else."""
+        return max((error for what, error in self.errors.items() if what != _LOSS), default=0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outcome:
+    """What one forward and backward gave; no gradient where the backward did not come by.
+
+    Args:
+        left: what the forward left behind: all buffers, parameters that it wrote, what attributes carry.
+        changed: attributes that it read before it wrote them, and left otherwise, which the graph does not carry.
+    """
+
+    values: dict[str, Tensor]
+    gradients: dict[str, Tensor | None]
+    left: dict[str, Tensor]
+    changed: tuple[str, ...] = ()
+
+
+def in_float32(captured: CapturedGraph) -> CapturedGraph:
+    """Return a capture in half precision whose operators name float32 where they named its type."""
+    half = getattr(torch, captured.analysis.dtype or "float32")
+    if half not in HALF:
+        return captured
+    graph = copied(captured.graph.nodes)
+
+    def widened(argument: Any) -> Any:
+        return torch.float32 if argument is half else argument
+
+    for node in graph.nodes:
+        node.args = fx.node.map_aggregate(node.args, widened)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, widened)
+    constants = {
+        name: value.float() if value.dtype is half else value for name, value in captured.constants.items()
+    }
+    return dataclasses.replace(captured, graph=graph, constants=constants)
+
+
+def compare_capture(
+    captured: CapturedGraph, clone: nn.Module, arguments: Mapping[str, Any], *, call: Call
+) -> Comparison:
+    """Run a capture and the module it was made of, and compare.
+
+    Args:
+        captured: in float32 or wider.
+        clone: as of `copy_model`; it stays as it is, and so do the parameters that it shares with the user's module.
+        arguments: what was traced, with values, on the clone's device: tensors that take a gradient are other stages'.
+        call: how the module is called with them.
+    """
+    has_draws = any(node.is_random for node in captured.op_graph.nodes)
+
+    @contextmanager
+    def alike() -> Iterator[None]:
+        with ExitStack() as around:
+            around.enter_context(hidden_process_group())
+            around.enter_context(watched_generators(clone))
+            around.enter_context(restored_streams(captured.device))
+            if has_draws:
+                around.enter_context(SameDraws(captured.device))
+            yield
+
+    state = {name: buffer.detach().clone() for name, buffer in clone.named_buffers()}
+    carried = [p for p in captured.op_graph.parameters if is_carried(p.name)]
+    state |= {name: value.to(captured.device) for name, value in initial_values(clone, carried).items()}
+
+    def run(rows: Mapping[str, Any], module: nn.Module | None = None) -> _Outcome:
+        """Run the graph, or a copy of the module."""
+        with alike(), undone_writes(dict(clone.named_parameters())) as writes, torch.enable_grad():
+            if module is None:
+                return _run_graph(captured, clone, rows, state, writes)
+            return _run_module(captured, module, rows, call, writes)
+
+    own = copy_model(clone, device=captured.device)
+    graph, module = run(arguments), run(arguments, own)
+    found = _compare(graph, module, {})
+    if module.changed or any(each.structure and each.tensors for each in captured.analysis.carried):
+        # What is saved for the next forward shows in the next one, on other values. What the graph does not carry is
+        # a cache where that forward leaves it alone.
+        rows = _other_rows(arguments)
+        graph, module = run(rows), run(rows, own)
+        second = [
+            dataclasses.replace(difference, what=f"{difference.what} of a second forward")
+            for difference in _compare(graph, module, {}).differences
+        ]
+        second += [
+            Difference(what=f"{_STATE}{name}", graph=math.nan, module=math.nan, error=math.inf)
+            for name in module.changed
+        ]
+        differences = [*found.differences, *second]
+        differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
+        return dataclasses.replace(found, differences=tuple(differences))
+    if not found.differences:
+        return found
+    # Sums on a GPU come in any order, and a model may be far from well conditioned: what the module is off from itself
+    # when it runs again is no difference of the graph.
+    again = run(arguments, copy_model(clone, device=captured.device))
+    return _compare(graph, module, _compare(again, module, {}).errors)
+
+
+def _run_graph(
+    captured: CapturedGraph,
+    clone: nn.Module,
+    arguments: Mapping[str, Any],
+    state: dict[str, Tensor],
+    writes: NotedWrites,
+) -> _Outcome:
+    """Run all of the graph as the code of one stage: that is what generates code in training."""
+    op_graph = captured.op_graph
+    names = {} if op_graph.loss is None else {_LOSS: op_graph.loss}
+    names |= {f"output {name}": node for name, node in op_graph.outputs.items()}
+    function = build_stage_function(captured, [n.name for n in op_graph.nodes], list(names.values()))
+    if function.choice is not None:
+        function.choice.use(inputs_of_ones(arguments))
+    own = {**dict(clone.named_parameters()), **state}
+    leaves = {name: _leaf(own[name]) for name in function.tensors}
+    leaves_of = {key: _leaf(arguments[key]) for key in (*function.batch_inputs, *function.received)}
+    with writes:
+        results = function.call(
+            *leaves.values(), *(leaves_of[key] for key in (*function.batch_inputs, *function.received))
+        )
+    state.update({name: leaf.detach() for name, leaf in leaves.items() if name in state})
+    left = {name: value.clone() for name, value in state.items()} | writes.values()
+    trained = {
+        name: leaves.get(name) for name, parameter in clone.named_parameters() if parameter.requires_grad
+    }
+    received = {key: leaves_of.get(key) for key in op_graph.received if arguments[key].requires_grad}
+    return _outcome(dict(zip(names, results, strict=True)), trained | received, left)
+
+
+def _run_module(
+    captured: CapturedGraph,
+    clone: nn.Module,
+    arguments: Mapping[str, Any],
+    call: Call,
+    writes: NotedWrites,
+) -> _Outcome:
+    op_graph = captured.op_graph
+    keys, constants = split_batch(arguments)
+    set_modes(clone, training=captured.is_training)
+    leaves_of = {key: _leaf(arguments[key]) for key in keys}
+    for parameter in clone.parameters():
+        parameter.grad = None
+    flags = {name: p.requires_grad for name, p in clone.named_parameters()}
+    at = {name: p.data for name, p in clone.named_parameters()}
+    before = held_by(clone, keep=_cloned)
+    with writes:
+        with noted_accesses(clone) as first:
+            result = call(clone, {**leaves_of, **constants})
+        has_loss, results = loss_and_outputs(
+            result, type(clone).__name__, tuple(op_graph.outputs), leaves_of, needs_loss=False
+        )
+    after = held_by(clone, keep=_cloned)
+    carried = {state.name: state for state in captured.analysis.carried if state.structure and state.tensors}
+    changed = dict.fromkeys(n for n, p in clone.named_parameters() if p.requires_grad != flags.get(n))
+    for name in changed_attributes(before, after, by_value=True):
+        module, path, leaf = attribute_of(clone, name)
+        attribute = f"{path}.{leaf}" if path else leaf
+        if attribute not in carried and first.get((id(vars(module)), leaf), True):
+            changed[attribute] = None
+    names = [_LOSS] if has_loss else []
+    names += [f"output {name}" for name in op_graph.outputs]
+    trained: dict[str, Tensor | None] = {n: p for n, p in clone.named_parameters() if p.requires_grad}
+    received: dict[str, Tensor | None] = {
+        key: leaves_of[key] for key in op_graph.received if leaves_of[key].requires_grad
+    }
+    left = {name: _cloned(buffer) for name, buffer in clone.named_buffers()} | writes.values()
+    for name, parameter in clone.named_parameters():
+        if name in at and parameter.data_ptr() != at[name].data_ptr():  # ``self.weight.data = ...``
+            left[name] = _cloned(parameter)
+            parameter.data = at[name]
+    for state in carried.values():
+        path, _, leaf = state.name.rpartition(".")
+        leaves = pytree.tree_leaves(vars(clone.get_submodule(path)).get(leaf))
+        for tensor, value in zip(state.tensors, leaves, strict=False):
+            dtype = getattr(torch, tensor.dtype)
+            left[tensor.name] = torch.as_tensor(value, dtype=dtype, device=captured.device).detach().clone()
+    versions = {name: buffer._version for name, buffer in clone.named_buffers()}
+    found = _outcome(dict(zip(names, results, strict=True)), trained | received, left)
+    # a hook, or a custom function, that writes when the backward comes: in a pipeline another forward may come before
+    changed.update(dict.fromkeys(n for n, b in clone.named_buffers() if b._version != versions.get(n)))
+    return dataclasses.replace(found, changed=tuple(changed))
+
+
+def _cloned(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
+def _other_rows(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments of the same shapes whose rows are others: each sample takes the place of the next one."""
+    found: dict[str, Any] = {}
+    for key, value in arguments.items():
+        if isinstance(value, Tensor) and value.dim():
+            places = torch.arange(len(value), device=value.device).sub(1).clamp(min=0)
+            rows = value.detach()[places]
+            found[key] = (0.75 * rows if value.is_floating_point() else rows).requires_grad_(
+                value.requires_grad
+            )
+        else:
+            found[key] = value
+    return found
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return a tensor of its own for one run: buffers and inputs are written by some forwards."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor.detach().requires_grad_(tensor.requires_grad)
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def _outcome(
+    values: dict[str, Tensor], leaves: Mapping[str, Tensor | None], left: dict[str, Tensor]
+) -> _Outcome:
+    """Run the backward: from the loss, and from each output with a fixed random gradient."""
+    # Not by `autograd.grad`, which a module that checkpoints its layers itself refuses.
+    roots = {name: value for name, value in values.items() if value.requires_grad}
+    seeds = [
+        torch.ones_like(v) if n == _LOSS else random_values(n, v.shape, v.dtype, v.device)
+        for n, v in roots.items()
+    ]
+    torch.autograd.backward(list(roots.values()), seeds)
+    gradients = {name: None if leaf is None else leaf.grad for name, leaf in leaves.items()}
+    return _Outcome(
+        values={name: value.detach() for name, value in values.items()}, gradients=gradients, left=left
+    )
+
+
+def _compare(graph: _Outcome, module: _Outcome, noise: Mapping[str, float]) -> Comparison:
+    """Return how far one outcome is from the other.
+
+    Args:
+        noise: of what the module is off from itself -> by how much.
+    """
+    gradients = {
+        name: (graph.gradients.get(name), gradient)
+        for name, gradient in module.gradients.items()
+        if gradient is not None or graph.gradients.get(name) is not None
+    }
+    largest = max((_norm(wanted) for _, wanted in gradients.values() if wanted is not None), default=0.0)
+    differences: list[Difference] = []
+    errors: dict[str, float] = {}
+
+    def look(what: str, found: Tensor | None, wanted: Tensor | None, tolerance: float, least: float) -> None:
+        error = errors[what] = _error(found, wanted, least)
+        if error > max(tolerance, 4 * noise.get(what, 0.0)):
+            differences.append(_difference(what, found, wanted, error))
+
+    for name, value in module.values.items():
+        tolerance = LOSS_TOLERANCE if name == _LOSS else GRADIENT_TOLERANCE
+        look(name, graph.values.get(name), value, tolerance, 0.0)
+    for name, (found, wanted) in gradients.items():
+        look(f"gradient of {name}", found, wanted, GRADIENT_TOLERANCE, LEAST_SCALE * largest)
+    for name in dict.fromkeys((*module.left, *graph.left)):
+        what = f"{_STATE}{name.replace(CARRIED, '')}" if is_carried(name) else f"buffer {name}"
+        look(what, graph.left.get(name), module.left.get(name), GRADIENT_TOLERANCE, 0.0)
+    # state that is another one is why results are
+    differences.sort(key=lambda difference: not difference.what.startswith(_STATE))
+    return Comparison(num_gradients=len(gradients), errors=errors, differences=tuple(differences))
+
+
+def _error(found: Tensor | None, wanted: Tensor | None, least: float) -> float:
+    """Return the norm of the difference over that of ``wanted``, or over ``least``; infinite where one is missing.
+
+    A gradient of zeros is as good as none.
+    """
+    if found is None or wanted is None:
+        only = wanted if found is None else found
+        return 0.0 if only is None or _norm(only) == 0.0 else math.inf
+    if found.shape != wanted.shape:
+        return math.inf
+    distance = float(torch.linalg.vector_norm(_elementwise(found, wanted)))
+    error = distance / max(_norm(wanted), least, 1e-30)
+    return error if math.isfinite(error) else math.inf
+
+
+def _elementwise(found: Tensor, wanted: Tensor) -> Tensor:
+    """Return the difference; none where both are infinite, or no numbers, at the same place."""
+    found, wanted = (t.to_dense() if t.is_sparse else t for t in (found, wanted))
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    return (found.double() - wanted.double()).masked_fill_(same, 0.0)
+
+
+def _norm(tensor: Tensor) -> float:
+    """Return the norm; of the finite elements of a gradient that has others, which would hide all differences."""
+    tensor = (tensor.to_dense() if tensor.is_sparse else tensor).double()
+    norm = float(torch.linalg.vector_norm(tensor))
+    return norm if math.isfinite(norm) else float(torch.linalg.vector_norm(tensor[tensor.isfinite()]))
+
+
+def _difference(what: str, found: Tensor | None, wanted: Tensor | None, error: float) -> Difference:
+    """Return what differs with its two values: where they are most different, nan where there is none."""
+    if found is None or wanted is None or found.shape != wanted.shape:
+        norms = [math.nan if tensor is None else _norm(tensor) for tensor in (found, wanted)]
+        return Difference(what=f"norm of the {what}", graph=norms[0], module=norms[1], error=error)
+    furthest = int(_elementwise(found, wanted).abs().nan_to_num(math.inf, math.inf).argmax())
+    place = [int(index) for index in torch.unravel_index(torch.tensor(furthest), found.shape)]
+    values = [float((t.to_dense() if t.is_sparse else t).reshape(-1)[furthest]) for t in (found, wanted)]
+    return Difference(what=f"{what}{place if place else ''}", graph=values[0], module=values[1], error=error)

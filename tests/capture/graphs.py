@@ -13,7 +13,7 @@ from torch import nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.model.compare_capture import Comparison, compare_capture, copy_model, in_float32
+from gpp_plugin.model.verification import Comparison, compare_capture, copy_model, in_float32
 from tests.models import build
 from tests.reference import assert_near, loss_of
 

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 
 import torch
 
-from gpp_plugin.capture import analyse_traced
+from gpp_plugin.capture import export
 from gpp_plugin.capture.tracing import meta_copy
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
@@ -35,11 +35,11 @@ from tests.capture.placement_checks import (
 def traced_on_cuda() -> Iterator[None]:
     """Trace on the wanted device, as where torch has CUDA; an operator that is run there for real fails."""
     tracing_device = meta_copy.tracing_device
-    meta_copy.tracing_device = analyse_traced.tracing_device = lambda device: device
+    meta_copy.tracing_device = export.tracing_device = lambda device: device
     try:
         yield
     finally:
-        meta_copy.tracing_device = analyse_traced.tracing_device = tracing_device
+        meta_copy.tracing_device = export.tracing_device = tracing_device
 
 
 def check_family(name: str, own: torch.device, *, is_training: bool) -> list[str]:

@@ -46,7 +46,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
         "plan/costs/planned_lengths.py", "runtime/stage_runner.py", "runtime/unit_patterns.py",
         "runtime/batches.py", "runtime/input_rows.py",
     ),
-    "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/compare_capture.py", "model/verification.py"),
+    "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/verification.py"),
     "guards of steps": (
         "runtime/ranks/agreement.py", "engine/model_watch.py", "engine/memory_watch.py",
         "engine/metrics.py",

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_plugin.config.block import LengthsConfig
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.model.graph.captured_part import CapturedPart, whole_part
-from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
+from gpp_plugin.model.measure_lengths import measure_lengths
 from gpp_plugin.profile.measure import profile_blocks
 
 
@@ -40,7 +41,7 @@ def test_a_model_that_cannot_be_measured_at_other_lengths_is_planned_for_its_sam
     part = whole_part(model, batch)
     analysis = part.capture(batch, is_training=True).analysis
     base = profile_of(part, batch, analysis, tmp_path)
-    asked = LengthsToMeasure(typical=(12, 24), longest=32)
+    asked = LengthsConfig(typical=[12, 24], max=32)
     with caplog.at_level(logging.WARNING):
         assert measure_lengths(part, analysis, batch, base, asked, cache_dir=str(tmp_path)) is None
     (line,) = [record.getMessage() for record in caplog.records if record.getMessage().startswith("lengths:")]

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.data import flatten
-from gpp_plugin.model.compare_capture import copy_model
-from gpp_plugin.model.verification import LARGEST_ERROR, last_sample, mixes_packed_rows
+from gpp_plugin.model.graph.probe import LARGEST_ERROR, last_sample, mixes_packed_rows
+from gpp_plugin.model.verification import copy_model
 from tests.models import build
 
 

@@ -20,12 +20,11 @@ from gpp_plugin.errors import CaptureError, ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.model import verification
-from gpp_plugin.model.compare_capture import compare_capture, copy_model
 from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.model.verification import StartUp, verify_part
+from gpp_plugin.model.verification import StartUp, compare_capture, copy_model, verify_part
 from tests.capture.graphs import Calls, compared
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build

@@ -56,10 +56,10 @@ from gpp_plugin.capture.eager.trial_run import (
 )
 from gpp_plugin.capture.tracing.carried_state import class_values, described, initial_values
 from gpp_plugin.capture.tracing.clean import on_device
+from gpp_plugin.capture.tracing.meta_copy import MetaCopy
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, first_line
-from gpp_plugin.ir.analysis import CarriedState
 
 _LIBRARY = torch.library.Library("gpp_plugin", "FRAGMENT")
 _LIBRARY.define("eager(Tensor[] tensors, str call) -> Tensor[]")
@@ -92,28 +92,24 @@ class WholeCalls:
     """The calls that one trace keeps whole.
 
     Args:
-        model: what is traced, without weights.
-        original: the user's model, which has them, or is on the meta device.
+        meta_copy: what is traced, without weights; the user's model has them, or is on the meta device.
         paths: of modules, and of functions that are attributes of modules (a HuggingFace model's ``loss_function``).
         entries: the batch, whose tensors are what calls are tried with.
         training: gradients matter, and so do custom backwards.
         receives: entries of the batch take a gradient, which tracing does not know of: any tensor may.
-        states: what the model's forward leaves behind for the next one.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        original: nn.Module,
+        meta_copy: MetaCopy,
         paths: Sequence[str],
         entries: Mapping[str, Any],
         *,
         training: bool,
         receives: bool = False,
-        states: Sequence[CarriedState] = (),
     ) -> None:
         self._receives = receives
-        self._model, self._original, self._paths = model, original, tuple(paths)
+        self._model, self._original, self._paths = meta_copy.model, meta_copy.original, tuple(paths)
         self._entries = entries
         self._training = training
         self._calls: dict[str, OpaqueCall] = {}
@@ -125,23 +121,20 @@ class WholeCalls:
         # weights by the meta_copy's modules: the same path in both
         self._weights = {
             (path, name): tensor
-            for path, module in original.named_modules(remove_duplicate=False)
+            for path, module in self._original.named_modules(remove_duplicate=False)
             for name, tensor in (*module._parameters.items(), *module._buffers.items())
             if tensor is not None
         }
-        for name, tensor in initial_values(original, described(states)).items():
+        for name, tensor in initial_values(self._original, described(meta_copy.carried)).items():
             path, _, leaf = name.rpartition(".")
             self._weights[path, leaf] = tensor
-        self._states = self.states_around(states)[1]
-
-    def states_around(self, states: Sequence[CarriedState]) -> tuple[list[CarriedState], list[CarriedState]]:
-        """Return the state outside of eager submodules, and the attributes inside, which these carry themselves."""
-        inside = [
+        # attributes inside eager submodules, which these carry themselves, and the state outside
+        self.states_inside = [
             state
-            for state in states
+            for state in meta_copy.carried
             if state.structure and any(is_within(state.name, path) for path in self._paths)
         ]
-        return [state for state in states if state not in inside], inside
+        self.states_around = [state for state in meta_copy.carried if state not in self.states_inside]
 
     def note_inputs(self, inputs: Mapping[str, Tensor]) -> None:
         """Take the traced tensors of the batch's entries: what is made of them alone has a value in a trial."""
@@ -202,7 +195,7 @@ class WholeCalls:
                     slots.setdefault(id(tensor), []).append((module, leaf))
         states = [
             (target.get_submodule(state.name.removeprefix(path).lstrip(".").rpartition(".")[0]), state)
-            for state in self._states
+            for state in self.states_inside
             if is_within(state.name, path)
         ]
         function: Callable[..., Any] = target.forward

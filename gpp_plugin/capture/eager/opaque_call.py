@@ -207,7 +207,6 @@ class Observed:
         keeps: what autograd saved: ("argument", its position), ("result", its number), or ("inside", bytes).
         written: positions of the arguments that it writes into.
         draws_outside: it drew from Python's or numpy's generator.
-        calls_modules_later: a custom function inside it took modules, which its backward may call.
     """
 
     results: tuple[ResultSpec, ...]
@@ -217,7 +216,6 @@ class Observed:
     flops: float = 0.0
     is_random: bool = False
     draws_outside: bool = False
-    calls_modules_later: bool = False
 
 
 @dataclass

@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from gpp_plugin.capture.eager.opaque_call import Observed, OpaqueCall, ResultSpec
-from gpp_plugin.capture.tracing.clean import on_device
+from gpp_plugin.capture.tracing.clean import FlopCount, on_device
 from gpp_plugin.capture.tracing.outside import TORCH, watched_generators
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure, first_line
@@ -120,11 +119,6 @@ def has_hooks(module: nn.Module) -> bool:
     return False
 
 
-def hooked_modules(model: nn.Module) -> tuple[str, ...]:
-    """Return the modules that run as they are so that their hooks are called; the model itself cannot."""
-    return without_inner(path for path, module in model.named_modules() if path and has_hooks(module))
-
-
 def with_culprit(model: nn.Module, whole: Sequence[str], culprit: str) -> tuple[str, ...] | None:
     """Return the modules to run as they are after tracing failed in one more; None where nothing is left to try.
 
@@ -165,35 +159,6 @@ def is_within(name: str, path: str) -> bool:
 
 def _place(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
-
-
-# Counts floating-point operations of the operators below autograd while they run, on real or fake tensors.
-
-_CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-
-
-class FlopCount(TorchDispatchMode):
-    """What was computed since ``flops`` was last set to zero."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.flops = 0.0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        packet = func._overloadpacket
-        # Three kinds: products, counted by torch's own formulas (2 m n k of an m x k by k x n); attention as the CPU
-        # runs it, which torch has no formula for; and all else, one operation an element of the result. Views are free.
-        if packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **(kwargs or {}), out_val=result)
-        elif packet is _CPU_ATTENTION:
-            self.flops += sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape)
-        elif not func.is_view:
-            first = result[0] if isinstance(result, (tuple, list)) and result else result
-            self.flops += first.numel() if isinstance(first, torch.Tensor) else 0
-        return result
 
 
 CPU = torch.device("cpu")
@@ -305,6 +270,14 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
         writes,
     ):
         results, values = call.run(operands)
+    # of tensors saved for backward whose they are; storages of no argument and no result in one sum
+    places = {
+        tensor.untyped_storage()._cdata: (kind, number)
+        for kind, tensors in (("result", results), ("argument", operands))
+        for number, tensor in enumerate(tensors)
+    }
+    keeps = tuple(places[key] for key in saved if key in places)
+    inside = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in places)
     return Observed(
         results=tuple(
             ResultSpec(
@@ -313,7 +286,7 @@ def observe(call: OpaqueCall, arguments: Sequence[Tensor], requires_grad: Sequen
             for r in results
         ),
         values=values,
-        keeps=_owners_of(saved, operands, results),
+        keeps=(*keeps, ("inside", inside)) if inside else keeps,
         written=tuple(sorted(writes.before)),
         flops=costs.flops,
         is_random=TORCH in drawn,
@@ -358,17 +331,3 @@ def undone_writes(tensors: Mapping[Any, Tensor]) -> Iterator[NotedWrites]:
     finally:
         for tensor, old in writes.before.values():
             tensor.copy_(old)
-
-
-def _owners_of(
-    saved: dict[int, Tensor], arguments: Sequence[Tensor], results: Sequence[Tensor]
-) -> tuple[tuple[str, int], ...]:
-    """Return the tensors saved for backward, as `Observed.keeps`; storages of no argument and no result in one sum."""
-    places = {
-        tensor.untyped_storage()._cdata: (kind, number)
-        for kind, tensors in (("result", results), ("argument", arguments))
-        for number, tensor in enumerate(tensors)
-    }
-    found = [places[key] for key in saved if key in places]
-    inside = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in places)
-    return (*found, ("inside", inside)) if inside else tuple(found)

@@ -182,18 +182,15 @@ def attribute_of(model: nn.Module, name: str) -> tuple[nn.Module, str, str]:
 # ---- while a model is traced --------------------------------------------------------------------------------
 
 
-def register_states(model: nn.Module, states: Sequence[CarriedState], make: Callable[..., Tensor]) -> None:
-    """Give a traced copy a buffer for each tensor of its state.
-
-    Args:
-        make: makes a tensor of a shape and a dtype.
-    """
+def register_states(model: nn.Module, states: Sequence[CarriedState], device: torch.device) -> None:
+    """Give a traced copy a buffer for each tensor of its state."""
     for state in states:
         for tensor in state.tensors:
             path, _, leaf = tensor.name.rpartition(".")
             module = model.get_submodule(path)
             if leaf not in module._buffers:
-                module.register_buffer(leaf, make(tensor.shape, getattr(torch, tensor.dtype)))
+                dtype = getattr(torch, tensor.dtype)
+                module.register_buffer(leaf, torch.empty(tuple(tensor.shape), dtype=dtype, device=device))
 
 
 def described(states: Sequence[CarriedState]) -> tuple[Parameter, ...]:

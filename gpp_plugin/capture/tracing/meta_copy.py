@@ -100,7 +100,7 @@ def make_meta_copy(
     # hooks are the user's own, whatever objects they are methods of; methods of the model's modules are the copies'
     for table in (getattr(part, name) for part in model.modules() for name in MODULE_HOOKS):
         memo[id(table)] = table.copy()
-    parameters = (*_describe_parameters(model, dtype), *described(carried))
+    parameters = (*describe_parameters(model, dtype), *described(carried))
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:
@@ -110,9 +110,7 @@ def make_meta_copy(
         ) from error
     rebind_hooks(copied, memo)
     with mode:
-        register_states(
-            copied, carried, lambda shape, kind: torch.empty(tuple(shape), dtype=kind, device=where)
-        )
+        register_states(copied, carried, where)
     set_modes(copied, training=training)
     _switch_off_extras(copied)
     first_names = {name: p.name for p in parameters for name in (p.name, *p.aliases)}
@@ -224,7 +222,8 @@ def switch_off_caches(model: nn.Module) -> None:
             config.use_cache = False
 
 
-def _describe_parameters(model: nn.Module, dtype: torch.dtype | None) -> tuple[Parameter, ...]:
+def describe_parameters(model: nn.Module, dtype: torch.dtype | None = None) -> tuple[Parameter, ...]:
+    """Return the parameters and buffers of a module; floating parameters as they are in ``dtype``."""
     # By identity: GPT-2's lm_head.weight is transformer.wte.weight, one entry [transformer.wte.weight, lm_head.weight]
     # whose first name is what everything calls it and whose others are aliases.
     names: dict[int, list[str]] = {}

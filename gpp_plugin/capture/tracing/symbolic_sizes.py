@@ -14,7 +14,7 @@ Tests: tests/capture/test_lengths.py, tests/capture/test_values.py
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -184,15 +184,6 @@ class OpenSize:
         return str(self.value)
 
 
-def leave_open(inputs: Mapping[str, Tensor], axes: Mapping[str, Collection[int]]) -> None:
-    """Make the sizes of some axes symbols in the export of a model on these inputs."""
-    # What ``Dim.AUTO`` means, marked on the tensors themselves: export has no words for axes of keyword arguments whose
-    # names the signature (``**inputs``) does not give.
-    for key, of_key in axes.items():
-        for axis in of_key:
-            torch._dynamo.maybe_mark_dynamic(inputs[key], axis)
-
-
 def is_open(size: object) -> bool:
     """Return whether a size, of a shape or among arguments, is a symbol or made of some."""
     return isinstance(size, (*_SYMBOLIC, OpenSize))
@@ -248,11 +239,6 @@ def sizes_in(node: fx.Node) -> Iterator[Any]:
     found: list[Any] = []
     with_sizes((node.args, node.kwargs), lambda size: found.append(size) or size)  # type: ignore[func-returns-value]
     return iter(found)
-
-
-def sizes_of_results(node: fx.Node) -> list[Any]:
-    """Return the symbolic sizes of an operator's results."""
-    return [size for value in tensors_in(node.meta.get("val")) for size in value.shape if is_open(size)]
 
 
 class SizeTexts:

@@ -26,7 +26,7 @@ from gpp_plugin.capture.tracing.carried_state import LeavesState, StateFinder, c
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy, fake_inputs
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, hidden_process_group, noted_accesses, refill
 from gpp_plugin.capture.tracing.sample_batches import UnreadRecords, WholeUnit, with_records
-from gpp_plugin.capture.tracing.symbolic_sizes import leave_open, tensors_in
+from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.capture.tracing.values import ReadingMode, Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.garbage import paused_collector
@@ -123,53 +123,60 @@ class _Seen:
     left: Sequence[CarriedState] = ()
 
 
-class LossWrapper(nn.Module):
-    """Call a model with keyword arguments; return its loss (if any) and the named outputs as a tuple."""
+class _Wrapper(nn.Module):
+    """Call a meta copy with keyword arguments; return its loss (if any) and the named outputs as a tuple."""
+
+    # Names in the export are those of attributes: "model.layers.0.weight" for `model` here, whatever `call` does
+    # between the batch and the model, so that a plain model and a part under other names trace to one graph.
 
     def __init__(
         self,
-        model: nn.Module,
-        constants: Mapping[str, Any],
+        meta_copy: MetaCopy,
+        batch: Mapping[str, Any],
         outputs: Sequence[str],
+        whole: WholeCalls,
+        call: Call,
+        reads: Mapping[str, Any] | None,
+        *,
         needs_loss: bool,
-        call: Call = call_by_key,
-        note_inputs: Callable[[Mapping[str, torch.Tensor]], None] = lambda inputs: None,
-        reads: Mapping[str, Any] | None = None,
-        states: Sequence[CarriedState] = (),
-        inside: Sequence[CarriedState] = (),
-        left_by_hooks: Collection[tuple[str, str]] = (),
     ) -> None:
         super().__init__()
-        self.model = model
-        self._note_inputs = note_inputs
+        self.model = meta_copy.model
+        self._whole = whole
         self._call = call
         self._reads = reads
-        self._states, self._inside = tuple(states), tuple(inside)
-        self._left_by_hooks = left_by_hooks
-        self._constants = dict(constants)
+        self._constants = split_batch(batch)[1]
         self._outputs = tuple(outputs)
         self._needs_loss = needs_loss
         self.seen = _Seen()
 
     def forward(self, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the model on the batch."""
-        self._note_inputs(inputs)
+        whole = self._whole
+        whole.note_inputs(inputs)
         overflow = OverflowMode() if self.seen.checks_overflow else None
         reading = None
         if self._reads is not None:  # of a unit whose readings are known there may be no values here
             readings = self._reads.readings if isinstance(self._reads, WholeUnit) else None
             values = self._reads if readings is None else None
             reading = ReadingMode(inputs, values, readings or ())
-        finder = StateFinder(self.model, [*self._states, *self._inside])
+        finder = StateFinder(self.model, [*whole.states_around, *whole.states_inside])
         with (
             _attributes_restored(self.model),
             overflow or nullcontext(),
             reading or nullcontext(),
-            _AssignmentMode(keeps_numbers=any(t.number for state in self._states for t in state.tensors)),
+            _AssignmentMode(
+                keeps_numbers=any(t.number for state in whole.states_around for t in state.tensors)
+            ),
         ):
-            with carried_in(self.model, self._states), noted_accesses(self.model) as first:
+            with carried_in(self.model, whole.states_around), noted_accesses(self.model) as first:
                 result = self._call(self.model, {**inputs, **self._constants})
-            self._check_hooks(first)
+            # their calls are one operator each: what hooks on them leave for the forward is in no graph
+            for path, name in whole.left_by_hooks:
+                if (id(vars(self.model.get_submodule(path))), name) in first:
+                    raise Untraceable(
+                        f"the forward reads {name}, which a hook has left in {path or 'the model'}", ""
+                    )
             self.seen.left = finder.find(
                 first, again=lambda: self._call(self.model, {**inputs, **self._constants})
             )
@@ -177,43 +184,50 @@ class LossWrapper(nn.Module):
             self.seen.recording = reading.recording()
         if overflow is not None:
             overflow.close()
-        return self.results(result, inputs)
+        self.seen.has_loss, found = loss_and_outputs(
+            result, type(self.model).__name__, self._outputs, inputs, needs_loss=self._needs_loss
+        )
+        return found
 
-    def _check_hooks(self, first: Mapping[tuple[int, str], bool]) -> None:
-        """Refuse to run modules as they are whose hooks leave what the forward reads: their calls are one operator."""
-        for path, name in self._left_by_hooks:
-            if (id(vars(self.model.get_submodule(path))), name) in first:
-                raise Untraceable(
-                    f"the forward reads {name}, which a hook has left in {path or 'the model'}", ""
-                )
 
-    def results(self, result: Any, inputs: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return the loss, if any, and the named outputs of what the model returned."""
-        found = result if isinstance(result, torch.Tensor) else _field(result, "loss")
-        loss = found if isinstance(found, torch.Tensor) else None
-        if loss is None and self._needs_loss and isinstance(result, (tuple, list)):
+def loss_and_outputs(
+    result: Any, model: str, outputs: Sequence[str], inputs: Collection[str], *, needs_loss: bool
+) -> tuple[bool, tuple[torch.Tensor, ...]]:
+    """Return whether there is a loss in what a model returned; the loss, if any, and the named outputs.
+
+    Raises:
+        CaptureError: a loss, or an output, is no tensor, or is missing.
+    """
+    found = result if isinstance(result, torch.Tensor) else _field(result, "loss")
+    loss = found if isinstance(found, torch.Tensor) else None
+    if loss is None and needs_loss and isinstance(result, (tuple, list)):
+        raise CaptureError(
+            f"{model} returned a {type(result).__name__} of {len(result)}, which does not say "
+            'what is the loss; return the loss, a dict with "loss", or an output with a field loss'
+        )
+    if loss is None and needs_loss:
+        raise CaptureError(
+            f"{model} returned no loss for a batch with {sorted(inputs)}; pass what "
+            "it computes one from (labels=..., or return_loss=True for contrastive models)"
+        )
+    if loss is not None and loss.numel() != 1:
+        raise CaptureError(
+            f"the loss of {model} has shape {tuple(loss.shape)}; return one number (its mean over the batch)"
+        )
+    if loss is None and not outputs:
+        raise CaptureError(
+            f"{model} returned no loss and no outputs were requested; pass labels, "
+            "or name output fields (outputs=('logits',))"
+        )
+    named = [_field(result, name) for name in outputs]
+    for name, output in zip(outputs, named, strict=True):
+        if not isinstance(output, torch.Tensor):
+            fields = sorted(result) if isinstance(result, Mapping) else []
             raise CaptureError(
-                f"{type(self.model).__name__} returned a {type(result).__name__} of {len(result)}, which does not say "
-                'what is the loss; return the loss, a dict with "loss", or an output with a field loss'
+                f"output {name!r} of {model} is {type(output).__name__}, not a tensor; its fields are {fields}"
             )
-        if loss is None and self._needs_loss:
-            raise CaptureError(
-                f"{type(self.model).__name__} returned no loss for a batch with {sorted(inputs)}; pass what "
-                "it computes one from (labels=..., or return_loss=True for contrastive models)"
-            )
-        if loss is not None and loss.numel() != 1:
-            raise CaptureError(
-                f"the loss of {type(self.model).__name__} has shape {tuple(loss.shape)}; return one number "
-                "(its mean over the batch)"
-            )
-        if loss is None and not self._outputs:
-            raise CaptureError(
-                f"{type(self.model).__name__} returned no loss and no outputs were requested; pass labels, "
-                "or name output fields (outputs=('logits',))"
-            )
-        self.seen.has_loss = loss is not None
-        named = tuple(_find_output(result, name, type(self.model).__name__) for name in self._outputs)
-        return named if loss is None else (loss.reshape(()) if loss.dim() else loss, *named)
+    first: tuple[torch.Tensor, ...] = () if loss is None else (loss.reshape(()) if loss.dim() else loss,)
+    return loss is not None, (*first, *named)
 
 
 class _AssignmentMode(TorchFunctionMode):
@@ -261,16 +275,6 @@ _OUT_OF_PLACE: Mapping[str, str] = MappingProxyType(
 
 def _field(result: Any, name: str) -> Any:
     return result.get(name) if isinstance(result, Mapping) else getattr(result, name, None)
-
-
-def _find_output(result: Any, name: str, model: str) -> torch.Tensor:
-    found = _field(result, name)
-    if not isinstance(found, torch.Tensor):
-        fields = sorted(result) if isinstance(result, Mapping) else []
-        raise CaptureError(
-            f"output {name!r} of {model} is {type(found).__name__}, not a tensor; its fields are {fields}"
-        )
-    return found
 
 
 def split_batch(batch: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
@@ -322,16 +326,7 @@ def export_model(
     """
     # a part of a larger model is trained by what reads its outputs
     needs_loss = training and not outputs
-    wrapper = _wrapped(
-        meta_copy,
-        batch,
-        outputs,
-        whole,
-        call,
-        reads,
-        needs_loss=needs_loss,
-        left_by_hooks=whole.left_by_hooks,
-    )
+    wrapper = _Wrapper(meta_copy, batch, outputs, whole, call, reads, needs_loss=needs_loss)
     wrapper.training = training
     wrapper.seen.checks_overflow = CHECKS_OVERFLOW in meta_copy.noticed
     program: torch.export.ExportedProgram | None = None
@@ -349,25 +344,8 @@ def export_model(
     return program, wrapper.seen.has_loss, wrapper.seen.recording
 
 
-def _wrapped(
-    meta_copy: MetaCopy,
-    batch: Mapping[str, Any],
-    outputs: Sequence[str],
-    whole: WholeCalls,
-    call: Call,
-    reads: Mapping[str, Any] | None,
-    **options: Any,
-) -> LossWrapper:
-    # Names in the export are those of attributes: "model.layers.0.weight" for `wrapper.model`, whatever `call` does
-    # between the batch and the model, so that a plain model and a part under other names trace to one graph.
-    constants = split_batch(batch)[1]
-    states, inside = whole.states_around(meta_copy.carried)
-    options |= {"note_inputs": whole.note_inputs, "reads": reads, "states": states, "inside": inside}
-    return LossWrapper(meta_copy.model, constants, outputs, call=call, **options)
-
-
 def _export(
-    wrapper: LossWrapper,
+    wrapper: _Wrapper,
     meta_copy: MetaCopy,
     batch: Mapping[str, Any],
     whole: WholeCalls,
@@ -376,7 +354,11 @@ def _export(
     try:
         with torch.enable_grad(), _tracing_context(), whole.installed():
             inputs = fake_inputs(meta_copy, batch)
-            leave_open(inputs, lengths)
+            # what ``Dim.AUTO`` means, marked on the tensors themselves: export has no words for axes of keyword
+            # arguments whose names the signature (``**inputs``) does not give
+            for key, axes in lengths.items():
+                for axis in axes:
+                    torch._dynamo.maybe_mark_dynamic(inputs[key], axis)
             return torch.export.export(wrapper, (), inputs, strict=False)
     except Exception as error:
         for cause in _causes(error):
@@ -403,7 +385,7 @@ def run_reading(
     Raises:
         CaptureError: it fails; names the module and the line.
     """
-    wrapper = _wrapped(meta_copy, batch, outputs, whole, call, dict(batch), needs_loss=False)
+    wrapper = _Wrapper(meta_copy, batch, outputs, whole, call, dict(batch), needs_loss=False)
     wrapper.training = meta_copy.model.training
     inputs = fake_inputs(meta_copy, batch)
     try:

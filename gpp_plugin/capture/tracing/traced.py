@@ -18,14 +18,14 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export.graph_signature import InputKind
 
-from gpp_plugin.capture.annotate import module_path
 from gpp_plugin.capture.eager.keep_whole import WholeCalls
 from gpp_plugin.capture.eager.trial_run import DEPENDS, TAKEN, Untraceable
 from gpp_plugin.capture.tracing.clean import (
     clean_graph,
     copied,
-    copy_read_state,
-    copy_written_inputs,
+    may_alias,
+    module_path,
+    written_arguments,
     written_storages,
 )
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy
@@ -36,6 +36,8 @@ from gpp_plugin.capture.tracing.torch_export import WRAPPED, Call, call_by_key, 
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import GraphNode
+
+aten = torch.ops.aten
 
 MOVE_TO_MODULE = "move that part into a module of its own, which then runs as it is"
 
@@ -127,15 +129,7 @@ def trace(
     # Export, clean, then name what goes in: of a model with a loss and outputs=("logits",) the graph returns (loss,
     # logits), and its placeholders are called as export calls them, here "p_model_head_weight" and "pixel_values".
     receives = training and any(received.values())
-    whole = WholeCalls(
-        meta_copy.model,
-        meta_copy.original,
-        eager,
-        batch,
-        training=training,
-        receives=receives,
-        states=meta_copy.carried,
-    )
+    whole = WholeCalls(meta_copy, eager, batch, training=training, receives=receives)
     with watched_generators(meta_copy.model) as drawn:
         program, has_loss, recording = export_model(
             meta_copy,
@@ -264,9 +258,9 @@ def structure_of(graph: fx.Graph) -> tuple[GraphNode, ...]:
 
 
 _UNCHANGING: Mapping[str, tuple[Any, Callable[[int], tuple[Any, ...]]]] = {
-    str(torch.ops.aten.contiguous.default): (torch.ops.aten.contiguous.default, lambda dims: ()),
-    str(torch.ops.aten.slice.Tensor): (torch.ops.aten.slice.Tensor, lambda dims: (0, 0, sys.maxsize)),
-    str(torch.ops.aten.expand.default): (torch.ops.aten.expand.default, lambda dims: ([-1] * dims,)),
+    str(aten.contiguous.default): (aten.contiguous.default, lambda dims: ()),
+    str(aten.slice.Tensor): (aten.slice.Tensor, lambda dims: (0, 0, sys.maxsize)),
+    str(aten.expand.default): (aten.expand.default, lambda dims: ([-1] * dims,)),
 }
 """Operators that may leave no node where they change nothing: by their name, with what they then take beside a tensor
 of so many axes."""
@@ -393,7 +387,7 @@ def _in_order_of(known: Sequence[GraphNode], traced: Traced) -> Traced:
 
 
 def _is_whole_slice(node: fx.Node) -> bool:
-    source = node.args[0] if node.target is torch.ops.aten.slice.Tensor else None
+    source = node.args[0] if node.target is aten.slice.Tensor else None
     return isinstance(source, fx.Node) and has_shape_of(node, source)
 
 
@@ -401,7 +395,7 @@ def _num_slices(nodes: Iterable[tuple[str, str, Sequence[str]]]) -> int:
     """Return how many slices a row of (target, name, what it reads) begins with, each of the one before."""
     count, last = 0, None
     for target, name, inputs in nodes:
-        if target != str(torch.ops.aten.slice.Tensor) or (last is not None and last not in inputs):
+        if target != str(aten.slice.Tensor) or (last is not None and last not in inputs):
             break
         count, last = count + 1, name
     return count
@@ -471,3 +465,94 @@ def _real(constant: Any, target: str, node: fx.Node) -> torch.Tensor:
             path,
         )
     return real.detach()
+
+
+# Copies of what a forward writes.
+
+
+def copy_written_inputs(graph: fx.Graph, inputs: Collection[str]) -> None:
+    """Make forward write into copies of the batch's tensors: ``x -= x.mean()`` of one stage is what all others read.
+
+    The batch itself stays as it is.
+
+    Args:
+        inputs: names of the placeholders.
+    """
+    #     x ─► sub_ ─► linear     becomes     x ─► clone ─► sub_ ─► linear
+    #     '──► other                                '──► other
+    written = written_storages(graph)
+    for node in [n for n in graph.nodes if n.name in inputs and n in written]:
+        first = next(user for user in graph.nodes if node in user.all_input_nodes)
+        copy = _clone_before(first, node, name=f"{node.name}_written")
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user, copy=copy: user is not copy)
+
+
+def _clone_before(reader: fx.Node, node: fx.Node, *, name: str) -> fx.Node:
+    with reader.graph.inserting_before(reader):
+        copy = reader.graph.create_node("call_function", aten.clone.default, (node,), name=name)
+    copy.meta = {"val": node.meta["val"].clone(), "nn_module_stack": reader.meta.get("nn_module_stack")}
+    return copy
+
+
+def copy_read_state(graph: fx.Graph, parameters: Collection[str], takes_gradient: Collection[str]) -> None:
+    """Make autograd save a copy of a tensor that forward has written: the next forward writes it again.
+
+    In one process the backward has come by then; in a pipeline the next micro-batch's forward may be first.
+
+    Args:
+        parameters: names of the placeholders of parameters and buffers; ``takes_gradient``: of those, and of what is
+            received, which take a gradient.
+    """
+    #     scale ─► clamp_ ─► mul ─► loss     becomes     scale ─► clamp_ ─► clone ─► mul ─► loss
+    writers = {node: found for node in graph.nodes if (found := written_arguments(node))}
+    roots = _roots([node for found in writers.values() for node in found], parameters)
+    if not roots:
+        return
+    order = {node: place for place, node in enumerate(graph.nodes)}
+    graded = {node for node in graph.nodes if node.name in takes_gradient}
+    for node in graph.nodes:
+        if node.target is not aten.detach.default and not graded.isdisjoint(node.all_input_nodes):
+            graded.add(node)
+    for root in roots:
+        alike = _views_of(root)
+        last = max(order[writer] for writer, found in writers.items() if not alike.isdisjoint(found))
+        for part in alike:
+            readers = [
+                user
+                for user in part.users
+                if user in graded and user.op == "call_function" and user not in alike
+                if order[user] > last and part not in writers.get(user, ())
+            ]
+            if not readers:
+                continue
+            copy = _clone_before(min(readers, key=order.__getitem__), part, name=f"{part.name}_read")
+            for reader in readers:
+                reader.replace_input_with(part, copy)
+
+
+def _roots(written: Iterable[fx.Node], parameters: Collection[str]) -> list[fx.Node]:
+    """Return the placeholders of parameters that these nodes are, or are views of."""
+    found: dict[fx.Node, None] = {}
+    for node in written:
+        while node.op == "call_function" and _returns_first(node):
+            source: Any = node.args[0]
+            node = source
+        if node.op == "placeholder" and node.name in parameters:
+            found[node] = None
+    return list(found)
+
+
+def _views_of(root: fx.Node) -> set[fx.Node]:
+    """Return a tensor, its views, and what operators in place return of them."""
+    found, pending = {root}, [root]
+    while pending:
+        node = pending.pop()
+        views = [u for u in node.users if u not in found and _returns_first(u) and u.args[0] is node]
+        found.update(views)
+        pending += views
+    return found
+
+
+def _returns_first(node: fx.Node) -> bool:
+    has_operand = bool(node.args) and isinstance(node.args[0], fx.Node)
+    return has_operand and hasattr(node.target, "_schema") and may_alias(node)

@@ -41,8 +41,9 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.model.graph.stage_graph import prepare_batch
+from gpp_plugin.model.materialize import materialize_for
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.model.preparation import Setting, materialize_for
+from gpp_plugin.model.preparation import Setting
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
 from gpp_plugin.runtime.input_rows import InputLink, InputRows

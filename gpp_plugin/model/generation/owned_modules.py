@@ -187,7 +187,8 @@ def on_all_ranks(
         ConfigError: a parameter lies on no stage.
     """
     with ExitStack() as undo:
-        undo.callback(_restore_modes, [(module, module.training) for module in model.modules()])
+        for module in model.modules():
+            undo.callback(setattr, module, "training", module.training)
         model.eval()
         slots = _set_tensors(model, weights, run, undo)
         if run is not None:
@@ -198,11 +199,6 @@ def on_all_ranks(
             hook = model.register_forward_hook(functools.partial(_broadcast_logits, run))
             undo.callback(hook.remove)
         yield
-
-
-def _restore_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
 
 
 def _broadcast_logits(run: ReplicaRun, module: nn.Module, args: Any, output: Any) -> Any:
@@ -470,7 +466,10 @@ class ShapeMemory:
             del self._seen[next(iter(self._seen))]
         known = _find(seen, now, were_empty)
         if known is None:
-            args, kwargs = map_leaves((args, kwargs), StageTensor, lambda t: _as_shape(t, owner, run))
+            # arguments as the owner's alone: of what was transferred, copies lie on several ranks
+            args, kwargs = map_leaves(
+                (args, kwargs), StageTensor, lambda t: StageTensor(t.value.to("meta"), (owner,), run)
+            )
             made = self._observe(forward, args, kwargs, seen, state, caches)
         else:
             made = known.result
@@ -577,11 +576,6 @@ def _length(layer: Any) -> int:
 def _growth(place: _Place, layer: Any, more: int) -> _Growth:
     keys, values = tuple(layer.keys.shape), tuple(layer.values.shape)
     return _Growth(place, (*keys[:2], more, keys[3]), (*values[:2], more, values[3]), layer.keys.dtype)
-
-
-def _as_shape(tensor: StageTensor, owner: int, run: ReplicaRun) -> StageTensor:
-    """Return an argument as the owner's alone: of what was transferred, copies lie on several ranks."""
-    return StageTensor(tensor.value.to("meta"), (owner,), run)
 
 
 def _grow(caches: list[Any], layer: Any, growth: _Growth, owner: int, run: ReplicaRun) -> None:

@@ -573,6 +573,31 @@ class CapturedPart:
         by_name = {block.name: block for block in view.blocks.blocks}
         return {name: tuple(local[node] for node in by_name[name].nodes) for name in blocks}
 
+    def names_held(
+        self, reference: Reference, plan: PipelinePlan, stage: int, function: StageFunction
+    ) -> tuple[str, ...]:
+        """Return what a stage of the part holds on this rank.
+
+        What no block of the part reads must still be in files: it rests on the part's last stage.
+        """
+        graph, op_graph = reference.block_graph, reference.analysis.op_graph
+        own = set(plan.stages[stage].blocks)
+        names = [*function.tensors]
+        names += [n for block in graph.blocks if block.name in own for n in block.parameters]
+        is_alone, name = self.stage.is_alone, self.stage.name
+        mine = {block.name for block in graph.blocks if is_alone or owner_of_block(block.name) == name}
+        last = max(i for i, other in enumerate(plan.stages) if not mine.isdisjoint(other.blocks))
+        if last == stage:
+            used = {n for block in graph.blocks for n in block.parameters}
+            names += [
+                p.name
+                for p in op_graph.parameters
+                if p.name.startswith(self.stage.prefix)
+                and p.name not in used
+                and (p.is_persistent or not p.is_buffer)
+            ]
+        return tuple(dict.fromkeys(names))
+
     def _in_graph(
         self, function: StageFunction, names: Mapping[str, str], op_graph: OpGraph, outputs: tuple[str, ...]
     ) -> StageFunction:

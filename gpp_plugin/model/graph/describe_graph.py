@@ -367,32 +367,26 @@ def _blocks(
     views: Mapping[str, PartView],
 ) -> list[Block]:
     """Return a captured part's blocks, or a user's module as one."""
+    # inputs of blocks are entries of the batch: the others have edges
+    keys = dict.fromkeys(key for _, key in stage.batch_inputs)
     if stage.is_captured:
-        return _part_blocks(stage, views[stage.name])
-    return [_block(stage, holders[stage.name], stage.name in coupled)]
-
-
-def _block(stage: GraphStage, held: Sequence[Parameter], is_coupled: bool) -> Block:
+        return [
+            dataclasses.replace(block, inputs=tuple(name for name in block.inputs if name in keys))
+            for block in views[stage.name].blocks.blocks
+        ]
+    held = holders[stage.name]
     trained = [p for p in held if p.requires_grad and not p.is_buffer]
-    return Block(
+    own = Block(
         name=stage.name,
         nodes=tuple(node for _, node in stage.nodes),
         parameters=tuple(p.name for p in held),
-        inputs=tuple(dict.fromkeys(key for _, key in stage.batch_inputs)),
+        inputs=tuple(keys),
         parameter_bytes=sum(p.bytes for p in held),
         trainable_bytes=sum(p.bytes for p in trained),
-        is_coupled=is_coupled,
+        is_coupled=stage.name in coupled,
         is_trainable=bool(trained),
     )
-
-
-def _part_blocks(stage: GraphStage, view: PartView) -> list[Block]:
-    """Return a captured part's blocks, whose inputs are entries of the batch: the others have edges."""
-    keys = {key for _, key in stage.batch_inputs}
-    return [
-        dataclasses.replace(block, inputs=tuple(name for name in block.inputs if name in keys))
-        for block in view.blocks.blocks
-    ]
+    return [own]
 
 
 def _edges(graph: ResolvedGraph, views: Mapping[str, PartView]) -> tuple[BlockEdge, ...]:

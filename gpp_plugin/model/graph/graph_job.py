@@ -27,6 +27,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
     is_counted,
     rows_per_sample,
 )
+from gpp_plugin.config.block import LengthsConfig
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, first_line
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.block_graph import OpGraph, Parameter
@@ -49,7 +50,7 @@ from gpp_plugin.model.graph.user_module import (
     tied_names,
 )
 from gpp_plugin.model.materialize import derive_seed
-from gpp_plugin.model.measure_lengths import LengthsToMeasure, measure_lengths
+from gpp_plugin.model.measure_lengths import measure_lengths
 from gpp_plugin.model.verification import StartUp, verify_part
 from gpp_plugin.runtime.batches import Batch, OwnRows, UnitRule, shape_key
 from gpp_plugin.runtime.ranks.collectives import broadcast_result, exchange
@@ -274,7 +275,7 @@ class GraphJob:
         )
 
     def measure_lengths(
-        self, costs: StageCosts, requested: LengthsToMeasure, *, cache_dir: str | None
+        self, costs: StageCosts, requested: LengthsConfig, *, cache_dir: str | None
     ) -> LengthCosts | None:
         """Return what a plain model costs at any lengths, on every rank; None where it is not known.
 

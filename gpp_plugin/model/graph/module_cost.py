@@ -39,7 +39,7 @@ from gpp_plugin.model.graph.user_module import UserModule
 from gpp_plugin.profile.block_survey import CANNOT_SPLIT, NOT_MEASURED, SplitCost
 from gpp_plugin.profile.measure import BLOCK_REPEATS, NODE_REPEATS, profile_blocks
 from gpp_plugin.profile.timing import HeadStart, Lap, LiveBytes, Stopwatch, typical_laps
-from gpp_plugin.report.progress import Step, step
+from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.memory.counting import StorageNumbers, storage_id
 from gpp_plugin.runtime.memory.recompute import is_movable
@@ -132,6 +132,11 @@ def profile_part(
 
     def profile_at(counts: Sequence[int]) -> Profile:
         with step("profile blocks") as shown:
+
+            def show(done: int, total: int, name: str) -> None:
+                shown.update(done, total)
+                logger.info("profiling: %d of %d blocks, %s", done, total, name)
+
             return profile_blocks(
                 captures.base,
                 graph,
@@ -144,7 +149,7 @@ def profile_part(
                 optimizer_bytes_per_parameter=measuring.optimizer_bytes,
                 cache_dir=measuring.cache_dir,
                 with_split=measuring.with_split,
-                progress=lambda done, total, name: _show_progress(shown, done, total, name),
+                progress=show,
             )
 
     try:
@@ -184,11 +189,6 @@ def _renamed(profile: Profile, view: PartView) -> Profile:
         shared=tuple(dataclasses.replace(s, blocks=renamed(s.blocks)) for s in profile.shared),
         tied=tuple(dataclasses.replace(t, blocks=renamed(t.blocks)) for t in profile.tied),
     )
-
-
-def _show_progress(shown: Step, done: int, total: int, name: str) -> None:
-    shown.update(done, total)
-    logger.info("profiling: %d of %d blocks, %s", done, total, name)
 
 
 # What a user's module keeps from forward to backward: which storages, in which order, until when.

@@ -6,6 +6,7 @@ Tests: tests/stage_graph/test_equality.py, tests/stage_graph/test_engine.py
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,15 +17,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpp_plugin.capture.tracing.meta_copy import set_modes
+from gpp_plugin.capture.tracing.carried_state import without_history
+from gpp_plugin.capture.tracing.meta_copy import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
 from gpp_plugin.errors import ConfigError, GppError, first_line
 from gpp_plugin.ir.tensors import DTYPE_BYTES, UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
+from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime.batches import Batch
-from gpp_plugin.runtime.random_streams import restored_streams
+from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.stage_module import StageFunction
+
+aten = torch.ops.aten
+
+HALF = (torch.bfloat16, torch.float16)
 
 # What is known of a stage graph's tensors: shape, type and layout of every output, by what the stages really made.
 
@@ -439,3 +447,71 @@ IDLE = StageFunction(
     call=lambda: (), tensors=(), constants=(), batch_inputs=(), received=(), outputs=(), code=""
 )
 """The code of a stage that has nothing to do."""
+
+
+def copy_model(model: nn.Module, *, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+    """Return a copy of a module that can be run without harm: parameters share memory, buffers do not.
+
+    What is on the meta device gets random values, its buffers what the constructor gives them.
+
+    Args:
+        dtype: floating parameters become this type, buffers in half precision float32.
+
+    Raises:
+        CheckpointError: nothing gives a buffer of a meta module its value.
+    """
+    # As for tracing (`make_meta_copy`): what `deepcopy` finds in ``memo`` it does not copy, and ties stay ties.
+    memo: dict[int, Any] = {**without_history(model)}
+    for name, parameter in model.named_parameters():
+        wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
+        value = (
+            random_values(name, parameter.shape, wanted, device)
+            if parameter.is_meta
+            else parameter.detach().to(device, wanted)
+        )
+        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    buffers = dict(model.named_buffers())
+    absent = [name for name, buffer in buffers.items() if buffer.is_meta]
+    made = materialize_parameters(model, absent, device=device) if absent else {}
+    for name, buffer in buffers.items():
+        changed = torch.float32 if dtype is not None and buffer.dtype in HALF else buffer.dtype
+        memo[id(buffer)] = made.get(name, buffer).detach().to(device, changed).clone()
+    clone = copy.deepcopy(model, memo)
+    rebind_hooks(clone, memo)
+    # as for tracing: with a cache, which no training reads, transformers' masks would mix samples that lie in one row
+    switch_off_caches(clone)
+    return clone
+
+
+def random_values(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values as initialisers give: norms near one, everything else of a size that keeps activations finite."""
+    if not dtype.is_floating_point:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    value = torch.randn(shape, dtype=dtype, device=device, generator=generator).mul_(0.02)
+    return value.add_(1.0) if len(shape) == 1 and name.endswith("weight") else value
+
+
+class SameDraws(TorchDispatchMode):
+    """Operators draw the same wherever they are called: dropout keeps everything, others start at a seed of their own.
+
+    Dropout on the CPU is a mask ``bernoulli(1 - p) / (1 - p)``; with the mean 1 - p for what is drawn it is ones.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Run an operator."""
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        if func is aten.bernoulli_.float:
+            return args[0].fill_(args[1] if len(args) > 1 else 0.5)
+        if func is aten.native_dropout.default:
+            return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
+        shapes = [tuple(arg.shape) if isinstance(arg, Tensor) else arg for arg in args]
+        seed_streams_of(self._device, zlib.crc32(f"{func}{shapes}".encode()))
+        return func(*args, **(kwargs or {}))

@@ -51,79 +51,55 @@ FORM = "kept storages by number, split backwards compared"
 """What such profiles hold; older files hold something else."""
 
 
-class StoredProfile:
-    """The stored profile of one stage's module, if there can be one.
+def profile_key(
+    stage: GraphStage,
+    own: UserModule,
+    place: Place,
+    survey: Survey,
+    counts: Sequence[int],
+    options: Mapping[str, Any],
+) -> dict[str, Any] | None:
+    """Return under what the profile of a stage's module is stored; None where nothing identifies the module.
 
     Args:
         options: what else times depend on: how it is measured.
     """
-
-    def __init__(
-        self,
-        stage: GraphStage,
-        own: UserModule,
-        place: Place,
-        survey: Survey,
-        *,
-        counts: Sequence[int],
-        cache_dir: str | None,
-        options: dict[str, Any],
-    ) -> None:
-        # The key is all that times and bytes depend on, as JSON types: what the module is, what it is called with and
-        # returns, how many ranks share it, on what machine, and how it is measured (``options``). The values of its
-        # weights are not in it, nor its rank numbers, so that a trained tower on other ranks is found again.
-        #
-        #     inputs {"x": float32 [8, 64], batch axis 0}   grid [4 ranks, tensor 2]   counts [1, 4, 8]   torch 2.6 ...
-        #
-        # None stands for a module that cannot be identified: then nothing is looked up or stored.
-        self._stage = stage.name
-        self._store = CostStore(cache_dir)
-        self._key: dict[str, Any] | None = None
-        try:
-            description = describe_module(own.user_module)
-        except (NotDescribed, OSError) as error:
-            logger.info(
-                "stage %s: its profile is not stored, but measured each time: nothing distinguishes one such module "
-                "from another, as %s",
-                stage.name,
-                error,
-            )
-            return
-        shapes = survey.shapes
-        inputs = {keyword: shapes.tensors[node] for keyword, node in stage.received}
-        inputs |= {keyword: shapes.inputs[key] for keyword, key in stage.batch_inputs}
-        self._key = {
-            "stage": stage.name,
-            "module": description,
-            "inputs": {keyword: dataclasses.asdict(spec) for keyword, spec in inputs.items()},
-            "outputs": [list(node) for node in stage.nodes],
-            "losses": list(stage.losses),
-            "sharded": [list(stage.spec.sharded_inputs), list(stage.spec.sharded_outputs)],
-            "grid": [len(stage.spec.ranks), stage.spec.tensor],
-            "counts": list(counts),
-            "dtype": str(place.dtype),
-            "device": describe_device(place.device, torch.get_num_threads()),
-            "processor": processor_name(),
-            "torch": str(torch.__version__),
-            "python": platform.python_version(),
-            "form": FORM,
-            **clock_of(place.device.type),
-            **options,
-        }
-
-    def find(self) -> Profile | None:
-        """Return it, or None."""
-        if self._key is None:
-            return None
-        found = self._store.find(self._key)
-        if found is not None:
-            logger.info("stage %s: using the profile stored in %s", self._stage, self._store.path(self._key))
-        return found
-
-    def put(self, profile: Profile) -> None:
-        """Keep a profile."""
-        if self._key is not None:
-            self._store.put(self._key, profile)
+    # The key is all that times and bytes depend on, as JSON types: what the module is, what it is called with and
+    # returns, how many ranks share it, on what machine, and how it is measured (``options``). The values of its
+    # weights are not in it, nor its rank numbers, so that a trained tower on other ranks is found again.
+    #
+    #     inputs {"x": float32 [8, 64], batch axis 0}   grid [4 ranks, tensor 2]   counts [1, 4, 8]   torch 2.6 ...
+    try:
+        description = describe_module(own.user_module)
+    except (NotDescribed, OSError) as error:
+        logger.info(
+            "stage %s: its profile is not stored, but measured each time: nothing distinguishes one such module "
+            "from another, as %s",
+            stage.name,
+            error,
+        )
+        return None
+    shapes = survey.shapes
+    inputs = {keyword: shapes.tensors[node] for keyword, node in stage.received}
+    inputs |= {keyword: shapes.inputs[key] for keyword, key in stage.batch_inputs}
+    return {
+        "stage": stage.name,
+        "module": description,
+        "inputs": {keyword: dataclasses.asdict(spec) for keyword, spec in inputs.items()},
+        "outputs": [list(node) for node in stage.nodes],
+        "losses": list(stage.losses),
+        "sharded": [list(stage.spec.sharded_inputs), list(stage.spec.sharded_outputs)],
+        "grid": [len(stage.spec.ranks), stage.spec.tensor],
+        "counts": list(counts),
+        "dtype": str(place.dtype),
+        "device": describe_device(place.device, torch.get_num_threads()),
+        "processor": processor_name(),
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "form": FORM,
+        **clock_of(place.device.type),
+        **options,
+    }
 
 
 KNOWN_BY_VERSION = frozenset({"torch", "numpy"}) | frozenset(sys.stdlib_module_names)
@@ -352,9 +328,10 @@ def measure_stages(
     Raises:
         ConfigError: a stage fails at its largest number of samples.
     """
-    own_stored = _own_stored(graph, own, place, survey, counts, measuring)
+    store = CostStore(measuring.cache_dir)
+    keys = _own_keys(graph, own, place, survey, counts, measuring)
     stored = exchange(
-        lambda: {name: stored.find() for name, stored in own_stored.items()},
+        lambda: {name: _find(store, name, key) for name, key in keys.items()},
         what="the stored profiles of stages",
         group=place.group,
         stages=place.stages,
@@ -377,8 +354,8 @@ def measure_stages(
         first = stage.spec.ranks[0]
         known = stored[first].get(stage.name)
         found[stage.name] = profile = _agreed(stage, place, time_own, known)
-        if stage.name in own_stored and known is None:
-            own_stored[stage.name].put(profile)
+        if stage.name in keys and known is None:
+            store.put(keys[stage.name], profile)
         if place.rank == 0:
             longest = sum(cost.forward_us[-1] for cost in profile.costs)
             logger.info("profiling: stage %s, a forward of %.0f us", stage.name, longest)
@@ -415,31 +392,32 @@ def _agreed(
     return _of_all([answer for answer in gathered if answer is not None])
 
 
-def _own_stored(
+def _own_keys(
     graph: ResolvedGraph,
     own: Mapping[str, UserModule | CapturedPart],
     place: Place,
     survey: Survey,
     counts: Mapping[str, Sequence[int]],
     measuring: Measuring,
-) -> dict[str, StoredProfile]:
-    """Return where this rank's stages may have a stored profile: modules of which it is the first rank."""
+) -> dict[str, dict[str, Any]]:
+    """Return the keys of stored profiles, of modules of which this rank is the first."""
     options = dataclasses.asdict(measuring)
-    cache_dir = options.pop("cache_dir")
-    stored = {}
+    del options["cache_dir"]
+    keys = {}
     for name, module in own.items():
         stage = graph.stage(name)
         if isinstance(module, UserModule) and place.rank == stage.spec.ranks[0]:
-            stored[name] = StoredProfile(
-                stage,
-                module,
-                place,
-                survey,
-                counts=counts[name],
-                cache_dir=cache_dir,
-                options=options,
-            )
-    return stored
+            key = profile_key(stage, module, place, survey, counts[name], options)
+            if key is not None:
+                keys[name] = key
+    return keys
+
+
+def _find(store: CostStore, stage: str, key: dict[str, Any]) -> Profile | None:
+    found = store.find(key)
+    if found is not None:
+        logger.info("stage %s: using the profile stored in %s", stage, store.path(key))
+    return found
 
 
 def _of_all(gathered: Sequence[Profile]) -> Profile:

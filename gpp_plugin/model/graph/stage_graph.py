@@ -9,6 +9,7 @@ Tests: tests/stage_graph/test_bad_input.py
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -388,27 +389,18 @@ class StageGraph:
         # Long by its arguments and what is said of them, each of which is one line of a user's call.
         # Each reader refuses its own mistakes in one line that names the stage. Names in a list stand for both
         # sides: inputs=["ids"] is {"ids": "ids"}; outputs likewise.
-        arguments = read_pairs(read_name(name), "inputs", inputs, is_input=True)
-        made = read_pairs(name, "outputs", outputs, is_input=False)
+        spec = _read(name, module, inputs, outputs, ranks, micro_batch_size, reported)
         shards = None if isinstance(module, nn.Module) else getattr(module, "shards", None)
         if sharded_inputs is None and sharded_outputs is None and tensor != 1 and shards is not None:
-            sharded_inputs, sharded_outputs = shards([key for key, _ in arguments], [o for _, o in made])
+            sharded_inputs, sharded_outputs = shards([key for key, _ in spec.inputs], [*spec.output_names])
         self._add(
-            StageSpec(
-                name=name,
-                make=module,
-                inputs=arguments,
-                outputs=made,
-                ranks=read_ranks(name, ranks),
+            dataclasses.replace(
+                spec,
                 tensor=read_count(name, "tensor", tensor),
-                micro_batch_size=None
-                if micro_batch_size is None
-                else read_count(name, "micro_batch_size", micro_batch_size),
                 coupled=read_coupled(name, coupled),
                 layouts=read_layouts(name, layouts),
                 sharded_inputs=read_axes(name, "sharded_inputs", sharded_inputs),
                 sharded_outputs=read_axes(name, "sharded_outputs", sharded_outputs),
-                reported=read_texts(name, "reported", reported),
             )
         )
 
@@ -443,20 +435,8 @@ class StageGraph:
             raise ConfigError(f"stage {name!r}: capture takes a module, found {type(module).__name__}")
         # no grid: a captured stage's ranks are data-parallel within the pieces that the planner makes of it
         pieces = stages if stages == "auto" else read_count(name, "stages", stages)
-        self._add(
-            StageSpec(
-                name=name,
-                make=module,
-                inputs=read_pairs(read_name(name), "inputs", inputs, is_input=True),
-                outputs=read_pairs(name, "outputs", outputs, is_input=False),
-                ranks=read_ranks(name, ranks),
-                micro_batch_size=None
-                if micro_batch_size is None
-                else read_count(name, "micro_batch_size", micro_batch_size),
-                reported=read_texts(name, "reported", reported),
-                num_pieces=pieces,
-            )
-        )
+        spec = _read(name, module, inputs, outputs, ranks, micro_batch_size, reported)
+        self._add(dataclasses.replace(spec, num_pieces=pieces))
 
     def tie(self, *parameters: str) -> None:
         """Make parameters of different stages one: ``graph.tie("language.embedding.weight", "loss.head.weight")``.
@@ -526,6 +506,22 @@ class StageGraph:
         if not isinstance(stage.make, nn.Module) and hasattr(stage.make, "check"):
             stage.make.check(stage.name, stage.tensor)
         self._stages[stage.name] = stage
+
+
+def _read(
+    name: Any, make: Maker, inputs: Any, outputs: Any, ranks: Any, micro_batch_size: Any, reported: Any
+) -> StageSpec:
+    """Return a stage with what is written down of any."""
+    size = micro_batch_size
+    return StageSpec(
+        name=read_name(name),
+        make=make,
+        inputs=read_pairs(name, "inputs", inputs, is_input=True),
+        outputs=read_pairs(name, "outputs", outputs, is_input=False),
+        ranks=read_ranks(name, ranks),
+        micro_batch_size=None if size is None else read_count(name, "micro_batch_size", size),
+        reported=read_texts(name, "reported", reported),
+    )
 
 
 def make_contexts(

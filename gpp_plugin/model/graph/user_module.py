@@ -1,18 +1,24 @@
-"""A rank's own stage: made by its factory, moved and cast, under its stage's name."""
+"""A rank's own stage: made by its factory, moved and cast, under its stage's name, written to files of its own."""
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.tracing.meta_copy import set_modes
-from gpp_plugin.errors import ConfigError, GppError, first_line
+from gpp_plugin.capture.tracing.meta_copy import describe_parameters, set_modes
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, first_line
 from gpp_plugin.ir.block_graph import Parameter
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import escape_name, whole_file
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
 
@@ -120,27 +126,9 @@ def tied_names(graph: ResolvedGraph) -> dict[str, str]:
 
 def describe_tensors(stage: str, module: nn.Module) -> tuple[Parameter, ...]:
     """Return the parameters and buffers of a stage's module as this rank holds them, under "<stage>.<name>"."""
-    persistent = set(module.state_dict(keep_vars=True))
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, Tensor] = {}
-    for name, tensor in (
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ):
-        names.setdefault(id(tensor), []).append(name)
-        tensors[id(tensor)] = tensor
     return tuple(
-        Parameter(
-            name=f"{stage}.{names[key][0]}",
-            shape=tuple(tensor.shape),
-            dtype=str(tensor.dtype).removeprefix("torch."),
-            bytes=tensor.nbytes,
-            requires_grad=tensor.requires_grad,
-            aliases=tuple(f"{stage}.{name}" for name in names[key][1:]),
-            is_buffer=not isinstance(tensor, nn.Parameter),
-            is_persistent=names[key][0] in persistent,
-        )
-        for key, tensor in tensors.items()
+        dataclasses.replace(p, name=f"{stage}.{p.name}", aliases=tuple(f"{stage}.{n}" for n in p.aliases))
+        for p in describe_parameters(module)
     )
 
 
@@ -218,3 +206,63 @@ def check_ties(graph: ResolvedGraph, known: Mapping[str, Sequence[Parameter]]) -
                     f"graph.tie: {group[0]!r} is {list(first.shape)} {first.dtype} on a rank and {name!r} is "
                     f"{list(other.shape)} {other.dtype}; tied parameters have one shape"
                 )
+
+
+# Weights of a stage graph for use without this package: a safetensors file a stage, under its module's own names.
+#
+# <dir>/vision.safetensors                              `vision.load_state_dict(load_file(...))`
+# <dir>/language-tensor-0.safetensors, -tensor-1...     each tensor rank's shards
+# <dir>/tower.0-1.safetensors, tower.2-3.safetensors    a captured part in two stages
+#
+# Characters of a stage's name that are not safe in one are escaped: ``tower.3%2Bhead%2Bloss.safetensors``.
+
+
+def save_stages(
+    directory: str | Path,
+    *,
+    states: Mapping[int, tuple[str, Mapping[str, Tensor]]],
+    plan: PipelinePlan,
+    rank: int,
+    group: dist.ProcessGroup | None,
+) -> None:
+    """Write every stage's weights; collective over all ranks.
+
+    Args:
+        states: of this rank's stages, by their index in the plan: the name of the stage as the user gave it, which is
+            what the names of its tensors begin with, and its tensors.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank.
+    """
+    # Data positions hold copies, so position 0 writes; tensor ranks hold shards, so each of its ranks writes its own.
+    # A stage "language" on ranks 2 to 5 with tensor=2:
+    #
+    #     rank 2, (data 0, tensor 0)   language-tensor-0.safetensors      rank 4, (1, 0)   nothing
+    #     rank 3, (0, 1)               language-tensor-1.safetensors      rank 5, (1, 1)   nothing
+    #
+    # All ranks come to the exchange: if one cannot write, all say so.
+    from safetensors.torch import save_file
+
+    def write() -> None:
+        for index, (name, state) in states.items():
+            stage = plan.stages[index]
+            data, tensor = stage.position(rank)
+            if data:
+                continue
+            suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"
+            own = {
+                key.removeprefix(f"{name}."): value.detach().cpu().contiguous().clone()
+                for key, value in state.items()
+                if key.startswith(f"{name}.")
+            }
+            try:
+                path = Path(directory) / f"{escape_name(stage.name)}{suffix}.safetensors"
+                with whole_file(path) as temporary:
+                    save_file(own, temporary, metadata={"format": "pt"})
+            except OSError as error:
+                raise CheckpointError(
+                    f"rank {rank} cannot write stage {stage.name!r} to {directory}: {error}"
+                ) from error
+
+    names = [plan.names_on_rank(each) for each in range(plan.num_ranks)]
+    exchange(write, what="save_pretrained", group=group, stages=names)

@@ -21,13 +21,13 @@ from gpp_plugin.commands.command_parser import (
     plan_keys,
     read_sizes,
 )
+from gpp_plugin.compare.compare_run import compare_modes
 from gpp_plugin.compare.compare_settings import (
     GRAPH,
     MODES,
     SINGLE,
     CompareSettings,
     check_modes,
-    compare_modes,
     default_config,
 )
 from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names

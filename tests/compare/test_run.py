@@ -6,7 +6,7 @@ import pytest
 
 from gpp_plugin.cli import main
 from gpp_plugin.commands.compare_command import TRAINED, format_modes, remarks, speed_ups
-from gpp_plugin.compare.compare_settings import ModeResult, result_rows
+from gpp_plugin.compare.compare_run import ModeResult, result_rows
 
 QUICK = ["--devices", "2", "--stages", "2", "--mini-batch", "4", "--loss-unit", "2", "--length", "8"]
 

@@ -87,6 +87,12 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         print(f"{name}: {said}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
+    except OSError as error:  # a file of the user's, since the others are ours to handle
+        if error.filename is None:
+            raise
+        sys.stdout.flush()
+        print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130

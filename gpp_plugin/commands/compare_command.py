@@ -36,7 +36,7 @@ from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.key_names import JSON_NAMES, CommandNames, place_of, use_names
 from gpp_plugin.config.reader import flat_keys, load_deepspeed_json, nested_keys, read_options
 from gpp_plugin.errors import ConfigError, PlanError
-from gpp_plugin.ir.serialize import write_text_whole
+from gpp_plugin.ir.serialize import output_path, write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import cluster_names
@@ -99,7 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--timeout", type=float, default=1800.0, metavar="S", help="most seconds in all (%(default)g)"
     )
-    parser.add_argument("--out", type=Path, help="write the rows there as JSON")
+    parser.add_argument("--out", type=output_path, help="write the rows there as JSON")
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import USUAL_LENGTH, format_plan, make_request, plan_for, save
@@ -27,7 +26,7 @@ from gpp_plugin.config.key_names import name_of, place_of, use_names
 from gpp_plugin.config.reader import read_options
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import fingerprint, to_plain
+from gpp_plugin.ir.serialize import fingerprint, output_path, to_plain
 from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.library.named_models import config_names, config_path, layer_shape
 from gpp_plugin.library.paper_graphs import MODELS
@@ -71,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show what is not built: context parallelism (ring attention) and expert parallelism of a HuggingFace "
         "model's layer, by ranks, beside tensor ranks",
     )
-    parser.add_argument("--out", type=Path, help="write the plan there")
+    parser.add_argument("--out", type=output_path, help="write the plan there")
     add_width(parser)
 
 

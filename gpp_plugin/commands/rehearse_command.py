@@ -12,6 +12,7 @@ from typing import Any
 from gpp_plugin.api import rehearse, save
 from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.config.key_names import CommandNames, use_names
+from gpp_plugin.ir.serialize import output_path
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.rehearse.rehearsal import (
     Rehearsal,
@@ -44,9 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiply the size of messages and of reduced gradients (%(default)s)",
     )
     parser.add_argument(
-        "--trace-path", metavar="OUT", help="write the mini-batch of median length as a trace for Perfetto"
+        "--trace-path",
+        type=output_path,
+        metavar="OUT",
+        help="write the mini-batch of median length as a trace for Perfetto",
     )
-    parser.add_argument("--out", type=Path, help="write its timeline there")
+    parser.add_argument("--out", type=output_path, help="write its timeline there")
     parser.add_argument(
         "--timeout", type=float, metavar="S", help="longest wait for a message, in seconds (by the plan)"
     )
@@ -76,7 +80,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         save(rehearsal.median_timeline, args.out)
         print(f"timeline written to {args.out}")
     if args.trace_path:
-        write_trace(rehearsal.median_timeline, rehearsal.plan, args.trace_path, step=0)
+        write_trace(rehearsal.median_timeline, rehearsal.plan, str(args.trace_path), step=0)
         print(f"trace written to {args.trace_path}; open it in Perfetto")
     return {"rows": stage_rows(rehearsal), **rehearsal_figures(rehearsal)}
 

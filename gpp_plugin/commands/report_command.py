@@ -25,8 +25,10 @@ from gpp_plugin.ir.serialize import (
     fingerprint,
     from_envelope,
     is_envelope,
+    output_path,
     read_json,
     to_plain,
+    whole_file,
     write_text_whole,
 )
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
@@ -74,10 +76,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="plans and timelines, as the other commands write them",
     )
     parser.add_argument("--plan", type=Path, help="the plan timelines belong to, where no FILE is it")
-    parser.add_argument("--html", type=Path, metavar="OUT", help="also write a page that any browser shows")
-    parser.add_argument("--svg", type=Path, metavar="OUT", help="also write the pictures as SVG")
-    parser.add_argument("--png", type=Path, metavar="OUT", help="also write the pictures as PNG")
-    parser.add_argument("--trace", type=Path, metavar="OUT", help="also write a timeline for Perfetto")
+    parser.add_argument(
+        "--html", type=output_path, metavar="OUT", help="also write a page that any browser shows"
+    )
+    parser.add_argument("--svg", type=output_path, metavar="OUT", help="also write the pictures as SVG")
+    parser.add_argument("--png", type=output_path, metavar="OUT", help="also write the pictures as PNG")
+    parser.add_argument("--trace", type=output_path, metavar="OUT", help="also write a timeline for Perfetto")
     add_width(parser)
 
 
@@ -157,21 +161,19 @@ def _read(files: list[Path], extra: Path | None) -> list[ReportedPlan]:
 def _write(args: argparse.Namespace, reported: list[ReportedPlan]) -> None:
     """Write the trace, the page and the pictures of the options."""
     timelines = [(each.plan, timeline) for each in reported for _, timeline in each.timelines]
-    try:
-        if args.trace is not None:
-            write_trace(timelines[0][1], timelines[0][0], str(args.trace), step=0)
-            print(f"trace written to {args.trace}; open it in Perfetto")
-        if args.html is not None:
-            write_text_whole(args.html, report_page(reported))
-            print(f"page written to {args.html}; open it in a browser")
-        if args.svg is not None:
-            write_text_whole(args.svg, figure_svg(_pictures(reported)) + "\n")
-            print(f"pictures written to {args.svg}")
-        if args.png is not None:
-            args.png.write_bytes(figure_png(_pictures(reported)))
-            print(f"pictures written to {args.png}")
-    except OSError as error:
-        raise GppError(f"{error.filename}: cannot be written ({error.strerror})") from error
+    if args.trace is not None:
+        write_trace(timelines[0][1], timelines[0][0], str(args.trace), step=0)
+        print(f"trace written to {args.trace}; open it in Perfetto")
+    if args.html is not None:
+        write_text_whole(args.html, report_page(reported))
+        print(f"page written to {args.html}; open it in a browser")
+    if args.svg is not None:
+        write_text_whole(args.svg, figure_svg(_pictures(reported)) + "\n")
+        print(f"pictures written to {args.svg}")
+    if args.png is not None:
+        with whole_file(args.png) as temporary:
+            temporary.write_bytes(figure_png(_pictures(reported)))
+        print(f"pictures written to {args.png}")
 
 
 def _pictures(reported: list[ReportedPlan]) -> Figure:

@@ -13,7 +13,7 @@ from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_
 from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.ir.serialize import output_path, to_plain
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
 from gpp_plugin.report.timeline_chart import summarize_timeline
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cluster",
         help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
     )
-    parser.add_argument("--out", type=Path, help="write the timeline there")
+    parser.add_argument("--out", type=output_path, help="write the timeline there")
     parser.add_argument(
         "--overlap",
         action="store_true",

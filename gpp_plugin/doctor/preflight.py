@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import ConfigError, DeviceMissing
-from gpp_plugin.ir.serialize import write_text_whole
+from gpp_plugin.ir.serialize import output_path, write_text_whole
 from gpp_plugin.launch import end_rank, run_ranks
 from gpp_plugin.report.units import fill_text, format_table
 
@@ -109,7 +109,7 @@ def add_preflight_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=output_path,
         metavar="FILE",
         help="with --gpus: write the cluster there, for graph_pipeline.cluster and gpp plan --cluster",
     )

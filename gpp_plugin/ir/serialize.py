@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import enum
+import errno
 import hashlib
 import json
 import math
@@ -273,8 +275,23 @@ def write_text_whole(path: str | Path, text: str) -> None:
 
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
-    """Yield where to write what becomes ``path``, whole, at the end; at an error nothing is left (fsync, rename)."""
+    """Yield where to write what becomes ``path``, whole, at the end; at an error nothing is left (fsync, rename).
+
+    A device, a pipe or a descriptor (``/dev/stdout``) is written to as it is, and a link's target is what is replaced.
+    """
     target = Path(path)
+    if (
+        target.is_absolute()
+        and target.parts[1] in ("dev", "proc")
+        or (target.exists() and not target.is_file())
+    ):
+        try:
+            yield target
+        except OSError as error:
+            error.filename = error.filename or str(target)  # a full device names none
+            raise
+        return
+    target = Path(os.path.realpath(target))
     target.parent.mkdir(parents=True, exist_ok=True)
     # In the same directory, as renaming is only atomic within one file system; synced before, as a rename may reach the
     # disk before the data: after a power cut the file is the old one or the new one.
@@ -291,6 +308,28 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def output_path(text: str) -> Path:
+    """Return a file to be written, checked before the work begins whose result it would hold: the type of an option.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be written.
+    """
+    path = Path(text)
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "it is a directory")
+        if path.is_socket() or (path.exists() and not os.access(path, os.W_OK)):
+            raise PermissionError(errno.EACCES, "a socket" if path.is_socket() else "permission denied")
+        if not path.exists():  # its directories are made when it is written
+            tempfile.TemporaryFile(
+                dir=next(each for each in path.absolute().parents if each.exists())
+            ).close()
+    except OSError as error:
+        why = f"{text} cannot be written ({error.strerror}); give another path"
+        raise argparse.ArgumentTypeError(why) from None
+    return path
 
 
 def _umask() -> int:

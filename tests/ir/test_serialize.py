@@ -1,9 +1,13 @@
 """Readers of JSON: what they refuse, and that a line says where and what to write instead."""
 
+import argparse
 import dataclasses
 import json
+import os
 import re
+import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +18,7 @@ from gpp_plugin.ir.serialize import (
     from_plain,
     load,
     loads,
+    output_path,
     parse_json,
     read_json,
     save,
@@ -140,3 +145,35 @@ def test_what_is_written_whole_is_for_others_too(tmp_path: Path) -> None:
     whole.chmod(0o640)
     write_text_whole(whole, "b")
     assert whole.stat().st_mode & 0o777 == 0o640 and whole.read_text() == "b"
+
+
+def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
+    link, pipe = tmp_path / "link", tmp_path / "pipe"
+    (tmp_path / "kept").write_text("a")
+    link.symlink_to("kept")
+    write_text_whole(link, "b")
+    assert link.is_symlink() and (tmp_path / "kept").read_text() == "b"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_text_whole(pipe, "c")
+    assert pipe.is_fifo() and os.read(reader, 10) == b"c"
+    os.close(reader)
+    with pytest.raises(OSError, match="/dev/full"):
+        write_text_whole("/dev/full", "d" * 10000)
+    assert Path("/dev/full").is_char_device()
+
+
+@pytest.mark.parametrize("path", ["kept/out", "folder", "socket", "/proc/x/out"])
+def test_what_cannot_be_written_is_refused_before_work_begins(
+    path: str, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("kept").touch()
+    Path("folder").mkdir()
+    socket.socket(socket.AF_UNIX).bind("socket")
+    with pytest.raises(
+        argparse.ArgumentTypeError, match=f"{path} cannot be written \\(.*\\); give another path"
+    ):
+        output_path(path)
+    assert output_path("kept") == Path("kept") and output_path("new/folder/out") == Path("new/folder/out")
+    assert not Path("new").exists() and output_path("/dev/null") == Path("/dev/null")

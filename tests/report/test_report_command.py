@@ -49,13 +49,16 @@ def test_a_plan_of_timelines_only_is_on_the_page_and_not_in_the_text(files, tmp_
     ("options", "said"),
     [
         (["--trace", "t.json"], "--trace: writes one timeline and 2 are there; give one"),
-        (["--html", "plan.json/out.html"], "cannot be written"),
+        (["--html", "/dev/full"], "/dev/full: No space left on device"),
     ],
 )
 def test_errors_are_one_line(files, tmp_path, monkeypatch, capsys, options, said):
     monkeypatch.chdir(tmp_path)
     assert main(["report", *files, *options]) == 1
-    error = capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["report", *files, "--html", "plan.json/out.html"])
+    error, refused = capsys.readouterr().err.splitlines(keepends=True)
+    assert "--html: plan.json/out.html cannot be written (" in refused
     assert said in error and error.count("\n") == 1
 
 

@@ -15,7 +15,7 @@ TIMEOUT_S = 60.0
 
 
 def outcome_of(function: Callable[[int], None], num_ranks: int) -> str:
-    """Call ``function(rank)`` on ranks with a launcher's variables; return "ok", or what the first one to fail said."""
+    """Call ``function(rank)`` on ranks with a launcher's variables; return "ok", or what those that failed said."""
     context = multiprocessing.get_context("fork")
     results = context.Queue()
     with socket.socket() as probe:
@@ -42,7 +42,11 @@ def outcome_of(function: Callable[[int], None], num_ranks: int) -> str:
         process.join(timeout=2.0)
         process.kill()
         process.join()
-    return said[-1]
+    while (
+        not results.empty()
+    ):  # whose wait ran out and who lost its connection by that: either may be heard first
+        said.append(results.get())
+    return "; ".join(text for text in said if text != "ok") or "ok"
 
 
 def _be_rank(function: Callable[[int], None], rank: int, results: Any) -> None:

@@ -479,7 +479,7 @@ class Transport(Protocol):
     """Binds messages; ``payloads`` are the tensors they hold, at least one, ``edge`` is how errors call their edge.
 
     Messages of one `Channel` are posted on both sides in the same order and may be matched by it. Ranks post messages
-    in an order in which all programs finish even if each post waited for its other end (`schedule.placement`), so a
+    in an order in which all programs finish even if each post waited for its other end (`schedule.lower`), so a
     transport may let them wait for each other in that order, and in no other. Shapes and types are frozen in the
     payloads: nothing but rows is sent. ``bind_*`` is called once a message when a program is compiled, what it returns
     once a mini-batch.

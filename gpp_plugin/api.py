@@ -25,10 +25,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gpp_plugin.config.batch_sizes import check_sizes
 from gpp_plugin.config.block import LengthsConfig, PlanOptions
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
-from gpp_plugin.config.reader import read_options
+from gpp_plugin.config.reader import check_sizes, read_options
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
@@ -65,9 +64,9 @@ from gpp_plugin.simulate.predict import (
     num_windows,
     predict_prefetch,
     simulate_plan,
+    simulate_programs,
     simulate_windows,
 )
-from gpp_plugin.simulate.program_times import simulate_programs
 
 if TYPE_CHECKING:  # only a module and a rehearsal need torch
     from torch import nn  # noqa: TID251 - for its type only

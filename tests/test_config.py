@@ -9,10 +9,9 @@ from pydantic import BaseModel, ValidationError
 from gpp_plugin.api import make_request
 from gpp_plugin.cli import main
 from gpp_plugin.config import reader
-from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.key_names import all_keys
-from gpp_plugin.config.reader import check_ranks, read_config, read_options, read_text
+from gpp_plugin.config.reader import batch_arithmetic, check_ranks, read_config, read_options, read_text
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.plugins import PLANNERS
 

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from gpp_plugin.cli import _make_parser, main
-from gpp_plugin.config.batch_sizes import batch_arithmetic
-from gpp_plugin.config.reader import load_deepspeed_json, read_config
+from gpp_plugin.config.reader import batch_arithmetic, load_deepspeed_json, read_config
 from tests.doc_blocks import LANGUAGES, ROOT, Block, Page, commands_of, read_pages, run_page
 from tests.ranks import run_kept_ranks
 from tests.waits import run_program

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 from transformers import CLIPModel
 
-from gpp_plugin.config.batch_sizes import batch_arithmetic
-from gpp_plugin.config.reader import read_config
+from gpp_plugin.config.reader import batch_arithmetic, read_config
 from gpp_plugin.launch import reserved_port
 from tests.ranks import run_kept_ranks
 from tests.waits import communicate

@@ -20,9 +20,12 @@ from gpp_plugin.plugins import (
     find_planner,
     find_schedule,
     find_transport,
+    is_schedule_name,
     look_again,
+    may_split_backward,
+    planning_schedule,
+    schedule_names,
 )
-from gpp_plugin.schedule.names import is_schedule_name, may_split_backward, planning_schedule, schedule_names
 
 MODULE = """
 from gpp_plugin.plan.baselines.stock_chain import uniform_plan as halves

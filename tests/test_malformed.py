@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from gpp_plugin.config.batch_sizes import batch_arithmetic
-from gpp_plugin.config.reader import read_config
+from gpp_plugin.config.reader import batch_arithmetic, read_config
 from gpp_plugin.errors import GppError
 from gpp_plugin.integrations.deepspeed.config_values import derive_stage_config
 from gpp_plugin.ir.serialize import dumps

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from gpp_benchmarks._ranks import rank_settings
-from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
+from gpp_plugin.config.reader import BatchSizes
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.ir.plan import PipelinePlan, Stage

@@ -25,8 +25,8 @@ from gpp_benchmarks._topology_models import (
     loss_of,
     output_names,
 )
-from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.config.reader import BatchSizes
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.stock_engine import PipelinePeer
 from gpp_plugin.integrations.megatron.p2p import MegatronPeer, PeerModule

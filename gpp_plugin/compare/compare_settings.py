@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.key_names import place_of
-from gpp_plugin.config.reader import check_ranks, read_config
+from gpp_plugin.config.reader import batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError, nearest
 
 SINGLE, STOCK, CHAIN, GRAPH = "single", "stock", "chain", "graph"

@@ -19,9 +19,10 @@ from gpp_plugin.plugins import (
     PLANNERS,
     SCHEDULES,
     TRANSPORTS,
+    is_schedule_name,
     planner_granularity,
+    schedule_names,
 )
-from gpp_plugin.schedule.names import is_schedule_name, schedule_names
 
 RENAMED_KEYS = {"look_ahead": "frozen_prefetch"}
 """Keys of earlier releases that are still read, with one line of advice."""

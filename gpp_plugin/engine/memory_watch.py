@@ -24,7 +24,6 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.partitioned_gradients import StageGradients
 from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import BatchRefused
-from gpp_plugin.ir.memory_plan import joined_breakdown
 from gpp_plugin.ir.memory_report import (
     ALLOCATOR,
     COUNTED,
@@ -34,7 +33,7 @@ from gpp_plugin.ir.memory_report import (
     RankMemory,
     joined_counts,
 )
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.plan.costs.memory_formula import differences
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, UnitSize
 from gpp_plugin.plan.memory.fitting import memory_advice

@@ -31,8 +31,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
-from gpp_plugin.ir.memory_plan import joined_breakdown
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.plan import MemoryBreakdown
 
 # What the caches of the last generation took on each rank, predicted and counted.
 

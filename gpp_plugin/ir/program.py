@@ -14,8 +14,8 @@ import enum
 from dataclasses import dataclass
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task
+from gpp_plugin.ir.tensors import SampleRange
 
 
 class Direction(enum.Enum):

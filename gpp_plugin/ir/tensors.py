@@ -1,9 +1,10 @@
-"""What is known of a tensor before it exists: dtype, shape, and how its rows belong to samples."""
+"""What is known of a tensor before it exists: dtype, shape, and how its rows belong to samples; ranges of samples."""
 
 from __future__ import annotations
 
 import enum
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from gpp_plugin.ir.typed_leaves import Count, Index
@@ -85,3 +86,99 @@ class TensorSpec:
     def bytes_for(self, num_samples: int) -> int:
         """Return the size in bytes when computed on ``num_samples`` samples."""
         return math.prod(self.shape_for(num_samples)) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class SampleRange:
+    """``num_samples`` consecutive samples of a mini-batch, from ``first_sample`` on."""
+
+    first_sample: int
+    num_samples: int
+
+    @property
+    def end(self) -> int:
+        """Return the first sample after the range."""
+        return self.first_sample + self.num_samples
+
+    def overlap(self, other: SampleRange) -> SampleRange | None:
+        """Return the samples in both ranges, or None."""
+        # This one comparison is all of resharding: what rank a made and rank b needs, whatever their stages'
+        # micro-batches and degrees, is the overlap of two ranges. [0, 8) and [6, 12) have [6, 8) in common; [0, 4)
+        # and [4, 8) nothing.
+        first = max(self.first_sample, other.first_sample)
+        end = min(self.end, other.end)
+        return SampleRange(first_sample=first, num_samples=end - first) if first < end else None
+
+    def first(self) -> SampleRange:
+        """Return the range of only the first sample."""
+        return SampleRange(first_sample=self.first_sample, num_samples=1)
+
+    def halves(self) -> tuple[SampleRange, SampleRange]:
+        """Return the first and the second half; of an odd number the second is the longer one."""
+        middle = self.num_samples // 2
+        return (
+            SampleRange(first_sample=self.first_sample, num_samples=middle),
+            SampleRange(first_sample=self.first_sample + middle, num_samples=self.num_samples - middle),
+        )
+
+
+def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degree: int) -> SampleRange:
+    """Return what rank ``position`` of ``degree`` computes of a stage's micro-batch.
+
+    A stage's micro-batch holds ``micro_batch_size`` consecutive samples; its ranks take equal,
+    consecutive parts.
+
+    >>> task_samples(micro_batch=1, micro_batch_size=8, position=1, degree=2)
+    SampleRange(first_sample=12, num_samples=4)
+    """
+    # A mini-batch of 16, micro-batches of 8, 2 ranks; who computes which samples:
+    #     micro-batch      0               1
+    #     rank 0       0  1  2  3     8  9 10 11
+    #     rank 1       4  5  6  7    12 13 14 15
+    local = micro_batch_size // degree
+    return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)
+
+
+def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
+    """Return the divisors of ``number`` next below and next above ``wanted``, as far as there are any.
+
+    >>> nearest_divisors(64, 10), nearest_divisors(64, 100)
+    ((8, 16), (64,))
+    """
+    below = [d for d in divisors(number) if d < wanted][-1:]
+    above = [d for d in divisors(number) if d > wanted][:1]
+    return (*below, *above)
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors of a number, increasing."""
+    # they come in pairs d, number / d, of which one is at most the root
+    small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
+    return sorted({*small, *(number // d for d in small)})
+
+
+def merged_ranges(ranges: Iterable[SampleRange]) -> tuple[SampleRange, ...]:
+    """Return the samples of all these ranges as ranges with gaps between them, in order.
+
+    >>> pairs = [SampleRange(first_sample=first, num_samples=2) for first in (6, 0, 2)]
+    >>> [(merged.first_sample, merged.end) for merged in merged_ranges(pairs)]
+    [(0, 4), (6, 8)]
+    """
+    merged: list[SampleRange] = []
+    for each in sorted(ranges):
+        if merged and each.first_sample <= merged[-1].end:
+            first = merged[-1].first_sample
+            merged[-1] = SampleRange(first_sample=first, num_samples=max(merged[-1].end, each.end) - first)
+        else:
+            merged.append(each)
+    return tuple(merged)
+
+
+def even_ranges(count: int, number: int) -> list[range]:
+    """Return ``number`` runs of neighbours among so many, the first ones one longer.
+
+    >>> even_ranges(5, 2)
+    [range(0, 3), range(3, 5)]
+    """
+    ends = [at * (count // number) + min(at, count % number) for at in range(number + 1)]
+    return [range(first, behind) for first, behind in zip(ends[:-1], ends[1:], strict=True)]

@@ -71,6 +71,7 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
 from gpp_plugin.plan.request import searching
+from gpp_plugin.plugins import may_split_backward
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
 from gpp_plugin.report.progress import shown_as, step
@@ -86,7 +87,6 @@ from gpp_plugin.runtime.stage_module import (
     joined_module,
 )
 from gpp_plugin.runtime.tensor_ranks import check_shared_out, describe_whole, parameter_shards
-from gpp_plugin.schedule.names import may_split_backward
 
 logger = logging.getLogger(__name__)
 

@@ -48,7 +48,7 @@ from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
-from gpp_plugin.plugins import find_schedule
+from gpp_plugin.plugins import find_schedule, schedule_label
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
@@ -56,7 +56,6 @@ from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference
-from gpp_plugin.schedule.names import schedule_label
 
 logger = logging.getLogger(__name__)
 

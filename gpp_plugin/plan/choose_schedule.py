@@ -36,10 +36,9 @@ from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
-from gpp_plugin.plugins import SCHEDULES
+from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.event_loop import Durations
-from gpp_plugin.schedule.names import AUTO, KFKB, is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced

@@ -20,9 +20,8 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.samples import even_ranges
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
-from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.ir.tensors import LayoutKind, even_ranges
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, prefix_sums
 from gpp_plugin.plan.costs.memory_formula import sharded_profile
 from gpp_plugin.plan.request import BatchRules, PlanRequest

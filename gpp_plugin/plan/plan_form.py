@@ -18,9 +18,8 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.plugins import SCHEDULES
+from gpp_plugin.plugins import SCHEDULES, k_of
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.names import k_of
 
 MOST_TASKS = 1_000_000
 """Of all stages in a mini-batch: what a schedule of a thousand ranks has."""

@@ -18,8 +18,7 @@ from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, TensorRules, check_request, one_stage_a_rank, tensor_rules
 from gpp_plugin.plan.tied_blocks import joined_request, parted
 from gpp_plugin.plan.validate_plan import validate_for
-from gpp_plugin.plugins import PLANNERS, find_planner
-from gpp_plugin.schedule.names import planning_schedule
+from gpp_plugin.plugins import PLANNERS, find_planner, planning_schedule
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""

@@ -22,8 +22,7 @@ from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import LOSS_KEY
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.samples import divisors, nearest_divisors
-from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.ir.tensors import LayoutKind, divisors, nearest_divisors
 from gpp_plugin.ir.typed_leaves import MOST_COUNT
 
 UNLIMITED = 1 << 62

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.memory_report import MemoryCounts, MemoryReport, RankMemory
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
 from gpp_plugin.plan.edge_transports import choose_edge_transports

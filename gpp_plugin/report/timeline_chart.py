@@ -13,8 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.ir.memory_plan import joined_breakdown
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
 from gpp_plugin.report.units import IN_LOGS, LABEL_WIDTH, format_bytes, format_ms, format_table, shorten_name

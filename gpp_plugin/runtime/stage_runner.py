@@ -48,7 +48,16 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.tensors import TensorSpec
-from gpp_plugin.runtime.batches import Batch, lately, ones_among, shape_key, unit_key, units_of
+from gpp_plugin.runtime.batches import (
+    Batch,
+    InputLink,
+    InputRows,
+    lately,
+    ones_among,
+    shape_key,
+    unit_key,
+    units_of,
+)
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
     ComputeByShape,
@@ -58,7 +67,6 @@ from gpp_plugin.runtime.compute import (
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import StageExecutor
-from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.memory.activation_policy import (
     KnownSaves,
     Turn,

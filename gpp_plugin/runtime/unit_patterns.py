@@ -29,8 +29,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from gpp_plugin.errors import CaptureError, PlanError, ScheduleError, first_line
-from gpp_plugin.ir.memory_plan import MemoryPlan
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.runtime.batches import Batch, lately, units_of

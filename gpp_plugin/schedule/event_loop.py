@@ -6,7 +6,7 @@ start is the largest of what it waits for, whatever order nodes are visited in, 
 What a task takes is `stage_task_us`: from the plan, a mapping or a function. Without that, half a forward takes half of
 the time, the input and the weight gradient half of the backward each (for a stack of matrix products these are one
 product of the same size each; what more a split costs is in the plan's times of its parts). What a message takes is in
-`MessageCosts`. `simulate.program_times` plays lowered programs with the same two.
+`MessageCosts`. `simulate.predict` plays lowered programs with the same two.
 """
 
 from __future__ import annotations

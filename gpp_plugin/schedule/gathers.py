@@ -34,8 +34,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence, Set
 
-from gpp_plugin.ir.memory_plan import joined_breakdown
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially, standing_at

@@ -27,8 +27,8 @@ from typing import NamedTuple
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.ir.tensors import SampleRange
 
 Overlap = tuple[int, int, int, int, bool, int | None, int | None]
 """Producer part, consumer part, first sample, samples, has whole tensors, producer's and consumer's half."""

@@ -47,8 +47,8 @@ from dataclasses import dataclass
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import (
     build_task_graph,

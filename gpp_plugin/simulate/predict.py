@@ -1,29 +1,48 @@
 """Predicts the timeline of a plan: discrete events, every stage in its own order, on the links of a cluster.
 
+Of lowered programs every rank runs its instructions strictly in order (`simulate_programs`). Two ways to post messages:
+``asynchronous``, as the runtime does (a message is posted and forgotten, a task waits for those it reads), and
+``rendezvous``, the worst case that programs are proven for (a rank continues from a send or a receive only when its
+other end has been posted and it has travelled). The tensor ranks of a data position start and end each task together.
+
+The event loop over task graphs (`event_loop`) is no special case of that: there a message needs its sender's task and
+its links only, so that an order can be evaluated before there are programs, many times a second; with programs
+instructions are waited for as well. Both take task times and message costs from the same place.
+
 Source: this project
 Tests: tests/plan/test_asynchronous.py, tests/simulate/test_asynchronous.py, tests/schedule/test_look_ahead.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
+from gpp_plugin.errors import ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, part_durations
+from gpp_plugin.schedule.checks.order_check import OF_STAGE, tensor_rows
 from gpp_plugin.schedule.event_loop import (
     Durations,
+    MessageCosts,
     TaskTimes,
+    duration_reader,
     message_transfers,
     run_task_graph,
     task_durations,
 )
+from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.messages import message_bytes
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
@@ -369,3 +388,313 @@ def _window_ends(graph: TaskGraph, times: TaskTimes, windows: Windows, count: in
         # plan with k = 1) ends with the one before.
         ends[window] = max(ends[window], ends[window - 1])
     return ends
+
+
+MODES = ("asynchronous", "rendezvous")
+_EVENTS = {InstructionKind.GATHER: EventKind.GATHER, InstructionKind.STEP: EventKind.STEP}
+
+
+def simulate_programs(
+    plan: PipelinePlan,
+    programs: Sequence[RankProgram],
+    *,
+    cluster: Cluster | None = None,
+    durations: Durations | None = None,
+    mode: str = "asynchronous",
+    share_links: bool = True,
+    reduce_us: Mapping[int, float] | None = None,
+    step_us: Mapping[int, float] | None = None,
+    gather_us: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Return the timeline of one mini-batch run by these programs.
+
+    Args:
+        cluster, durations, share_links, reduce_us, step_us: as for `simulate_plan`.
+        mode: ``asynchronous`` or ``rendezvous``.
+        gather_us: by stage, what one gather of its parameters takes (ZeRO 3).
+
+    Raises:
+        ScheduleError: the programs stop; the text shows where each rank stands.
+        ValueError: the mode is unknown.
+    """
+    if mode not in MODES:
+        raise ValueError(f"mode {mode!r}; choose one of {MODES}")
+    collective_us = {
+        InstructionKind.GATHER: gather_us or {},
+        InstructionKind.REDUCE_DATA: reduce_us or {},
+        InstructionKind.STEP: step_us or {},
+    }
+    run = _ProgramRun(
+        plan,
+        programs,
+        duration_reader(plan, durations),
+        MessageCosts(cluster),
+        collective_us,
+        is_rendezvous=mode == "rendezvous",
+        share_links=share_links,
+    )
+    run.run()
+    return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
+
+
+class _Gather(NamedTuple):
+    """One gather of a stage's parameters."""
+
+    stage: int
+    number: int
+
+
+_Awaited = Message | _Gather
+
+
+class _ProgramRun:
+    """The state of one simulation: where each rank stands, which messages are posted, sent, arrived."""
+
+    def __init__(
+        self,
+        plan: PipelinePlan,
+        programs: Sequence[RankProgram],
+        duration: Callable[[Task, int], float],
+        costs: MessageCosts,
+        collective_us: Mapping[InstructionKind, Mapping[int, float]],
+        *,
+        is_rendezvous: bool,
+        share_links: bool,
+    ) -> None:
+        # Four kinds of events on the heap, by (time in us, step, order of pushing):
+        #
+        #   0  a task, gather, reduction or step ends    -> the rank continues with its next instruction
+        #   1  a message is posted (_leave)      -> takes the sender's link when that is free
+        #   2  it leaves (_enter)                -> takes the receiver's link when that is free
+        #   3  it has arrived (_arrive)          -> the rank that waits for it may go on
+        #
+        # With rendezvous a message needs both ends posted, and both ranks wait for it. Rank 0 sends at 1 us a
+        # message of 2 us that rank 1, busy until 4 us, receives: asynchronous, rank 0 continues at 1 and rank 1
+        # at 4; rendezvous, the message travels from 4 to 6 and both go on at 6.
+        self.events: list[Event] = []
+        self._plan = plan
+        self._programs = {program.rank: program for program in programs}
+        self._costs, self._duration, self._collective_us = costs, duration, collective_us
+        self._num_ends = 2 if is_rendezvous else 1
+        self._is_rendezvous = is_rendezvous
+        self._share_links = share_links
+        # Of each rank: the instruction it stands at, which messages it still waits for there, and which each of its
+        # tasks reads.
+        self._position = dict.fromkeys(self._programs, 0)
+        self._missing: dict[int, set[_Awaited]] = {rank: set() for rank in self._programs}
+        self._reads = {rank: _messages_read(program) for rank, program in self._programs.items()}
+        # Of each message: how many of its ends are posted, its bytes, and when it left, in us.
+        self._posted: dict[Message, int] = {}
+        self._bytes: dict[Message, float] = {}
+        self._started: dict[Message, float] = {}
+        self._arrived: set[_Awaited] = set()
+        # Of each rank and stage: the gather that was begun last, behind which the rank continues, and how many were.
+        self._gathering: dict[tuple[int, int], _Gather] = {}
+        self._num_gathers: dict[tuple[int, int], int] = defaultdict(int)
+        # Of each rank's link, or adapter that ranks share, in us: when it is free again, out and in.
+        self._out_free: dict[int, float] = defaultdict(float)
+        self._in_free: dict[int, float] = defaultdict(float)
+        # Who has come to a gather or a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
+        self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
+        # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
+        self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
+        self._waiting: dict[tuple[int, ...], list[int]] = {}
+        # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
+        self._heap: list[tuple[float, int, int, int | _Awaited]] = []
+        self._num_pushed = 0
+
+    def run(self) -> None:
+        """Run every program to its end."""
+        for rank in self._programs:
+            self._advance(rank, 0.0)
+        while self._heap:
+            now, step, _, what = heapq.heappop(self._heap)
+            if isinstance(what, int):
+                self._position[what] += 1
+                self._advance(what, now)
+            elif isinstance(what, _Gather):
+                self._finish_gather(what, now)
+            elif step == 1:
+                self._leave(what, now)
+            elif step == 2:
+                self._enter(what, now)
+            else:
+                self._arrive(what, now)
+        # Nothing moves any more. Programs that are not at their end wait for each other: with rendezvous this
+        # is how a deadlock shows, and the first rank's instruction is where to look.
+        stuck = {r: p for r, p in self._position.items() if p < len(self._programs[r].instructions)}
+        if stuck:
+            rank = min(stuck)
+            where = self._programs[rank].instructions[stuck[rank]]
+            raise ScheduleError(
+                f"{len(stuck)} ranks wait for each other; rank {rank} stands at {where}; "
+                "lower the schedules anew\n" + program_grid(self._programs.values(), positions=stuck)
+            )
+
+    def _push(self, time: float, step: int, what: int | _Awaited) -> None:
+        heapq.heappush(self._heap, (time, step, self._num_pushed, what))
+        self._num_pushed += 1
+
+    def _advance(self, rank: int, now: float) -> None:
+        """Start the instruction that ``rank`` has come to."""
+        program = self._programs[rank]
+        while self._position[rank] < len(program.instructions):
+            instruction = program.instructions[self._position[rank]]
+            task, message = instruction.task, instruction.message
+            if message is not None and message.is_local_transfer:
+                self._arrived.add(message)
+                awaited: list[_Awaited] = []
+            elif message is not None:
+                self._post(instruction.kind, message, now)
+                awaited = [message] if self._is_rendezvous else []
+            else:
+                awaited = [] if task is None or self._is_rendezvous else self._awaited(rank, task)
+            self._missing[rank] = {message for message in awaited if message not in self._arrived}
+            if self._missing[rank]:
+                return
+            if task is not None:
+                self._compute(program, task, now)
+                return
+            if message is None and instruction.kind is not InstructionKind.FREE:
+                self._join(program, instruction, now)
+                if instruction.kind is not InstructionKind.GATHER or self._is_rendezvous:
+                    return
+            self._position[rank] += 1
+
+    def _awaited(self, rank: int, task: Task) -> list[_Awaited]:
+        """Return what a task waits for: the messages it reads, and the gather of its stage's parameters."""
+        begun = self._gathering.get((rank, task.stage))
+        return [*self._reads[rank].get(task, []), *(() if begun is None else (begun,))]
+
+    def _compute(self, program: RankProgram, task: Task, now: float) -> None:
+        """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
+        row = self._rows[program.rank]
+        here = self._waiting.setdefault(row, [])
+        here.append(program.rank)
+        if len(here) < len(row):
+            return
+        del self._waiting[row]
+        end = now + max(self._duration(task, rank) for rank in row)
+        kind = EVENT_OF_TASK[task.kind]
+        for rank in row:
+            self._note(rank, task.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
+            self._push(end, 0, rank)
+
+    def _post(self, kind: InstructionKind, message: Message, now: float) -> None:
+        # Asynchronous: a message may have arrived before its receiver comes here. Receives need no posting then;
+        # `_num_ends` is 1, the sender's.
+        if kind is InstructionKind.SEND or self._is_rendezvous:
+            self._posted[message] = self._posted.get(message, 0) + 1
+            if self._posted[message] == self._num_ends:
+                self._push(now, 1, message)
+
+    def _leave(self, message: Message, now: float) -> None:
+        """The message is ready: it takes the sender's link when that is free."""
+        self._bytes[message] = message_bytes(self._plan, message)
+        occupied, _ = self._costs.of(*message.channel, self._bytes[message])
+        port, _ = self._costs.ports(*message.channel)
+        begin = max(now, self._out_free[port]) if self._share_links else now
+        self._out_free[port] = begin + occupied
+        self._started[message] = begin
+        self._push(begin, 2, message)
+
+    def _enter(self, message: Message, now: float) -> None:
+        """The message takes the receiver's link when that is free."""
+        occupied, latency = self._costs.of(*message.channel, self._bytes[message])
+        _, port = self._costs.ports(*message.channel)
+        begin = max(now, self._in_free[port]) if self._share_links else now
+        self._in_free[port] = begin + occupied
+        self._push(begin + occupied + latency, 3, message)
+
+    def _arrive(self, message: Message, now: float) -> None:
+        self._arrived.add(message)
+        start, num_bytes = self._started[message], round(self._bytes[message])
+        edge = self._plan.edges[message.edge]
+        ends = (edge.src, edge.dst) if message.direction is Direction.ACTIVATION else (edge.dst, edge.src)
+        for stage, rank, micro_batch, half, kind in (
+            (ends[0], message.src_rank, message.src_micro_batch, message.src_half, EventKind.SEND),
+            (ends[1], message.dst_rank, message.dst_micro_batch, message.dst_half, EventKind.RECEIVE),
+        ):
+            self._note(
+                rank,
+                stage,
+                kind,
+                start,
+                now,
+                micro_batch=micro_batch,
+                half=half,
+                edge=message.edge,
+                bytes=num_bytes,
+                peer=message.dst_rank if kind is EventKind.SEND else message.src_rank,
+            )
+            if message in self._missing[rank]:
+                self._missing[rank].remove(message)
+                if not self._missing[rank]:
+                    self._position[rank] += (
+                        self._is_rendezvous
+                    )  # from the message, not from the task that reads it
+                    self._advance(rank, now)
+
+    def _join(self, program: RankProgram, instruction: Instruction, now: float) -> None:
+        """Wait for the ranks that take part in a gather, a reduction or the step, then run it together."""
+        kind = instruction.kind
+        behind = program.instructions[self._position[program.rank] + 1 :]
+        if kind is InstructionKind.REDUCE_TIED and any(i.kind is kind for i in behind):
+            self._push(now, 0, program.rank)  # the last one is for all stages of the rank
+            return
+        stage = program.stage_of(instruction) if kind in OF_STAGE else None
+        members = [
+            other.rank
+            for other in self._programs.values()
+            if stage in (None, *other.stages)
+            and any(i.kind is kind and stage in (None, other.stage_of(i)) for i in other.instructions)
+        ]
+        present = self._barriers.setdefault((kind, -1 if stage is None else stage), {})
+        present[program.rank] = now
+        begun: _Gather | None = None  # the rank continues beside it
+        if stage is not None and kind is InstructionKind.GATHER and not self._is_rendezvous:
+            begun = _Gather(stage, self._num_gathers[program.rank, stage])
+            self._gathering[program.rank, stage] = begun
+            self._num_gathers[program.rank, stage] += 1
+        if len(present) < len(members):
+            return
+        del self._barriers[kind, -1 if stage is None else stage]
+        event = _EVENTS.get(kind, EventKind.REDUCE)
+        for rank in members:
+            # one instruction is the step of all stages of a rank, which steps them one after the other
+            end = now
+            for own in self._programs[rank].stages if stage is None else (stage,):
+                start, end = end, end + self._collective_us.get(kind, {}).get(own, 0.0)
+                if end > start:
+                    self._note(rank, own, event, start, end)
+            if begun is None:
+                self._push(end, 0, rank)
+        if begun is not None:
+            self._push(end, 3, begun)
+
+    def _finish_gather(self, gather: _Gather, now: float) -> None:
+        """The parameters are there: tasks of the stage that wait for them go on."""
+        self._arrived.add(gather)
+        for rank in self._plan.stages[gather.stage].ranks:
+            if gather in self._missing[rank]:
+                self._missing[rank].remove(gather)
+                if not self._missing[rank]:
+                    self._advance(rank, now)
+
+    def _note(self, rank: int, stage: int, kind: EventKind, start: float, end: float, **more: Any) -> None:
+        self.events.append(Event(rank=rank, stage=stage, kind=kind, start_us=start, end_us=end, **more))
+
+
+def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
+    """Return the messages that each task of a program is the first to read."""
+    reads = {}
+    for stage in program.stages:
+        part = program.of_stage(stage)
+        received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
+        for message in part.messages(InstructionKind.RECEIVE):
+            received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
+        for task in part.tasks:
+            if task.kind is not TaskKind.WEIGHT_GRADIENT:
+                direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
+                reads[task] = received[direction, task.micro_batch, task.half]
+    return reads

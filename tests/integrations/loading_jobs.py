@@ -15,7 +15,7 @@ from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.rank_shard import Share, ShareReader
 from gpp_plugin.engine.loading.row_loader import RowLoader, make_loader
 from gpp_plugin.engine.loading.training_data import repeat
-from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import SampleRange
 from tests.integrations.engine_jobs import B, config_of
 from tests.models import build
 

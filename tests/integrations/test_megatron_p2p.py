@@ -14,7 +14,7 @@ from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.integrations.megatron.p2p import MEGATRON_TRANSPORT
 from gpp_plugin.ir.program import Direction, Message
-from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.plugins import TransportRequest
 from gpp_plugin.runtime.messages.routes import Payload
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps

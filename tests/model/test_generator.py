@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from gpp_plugin.config.batch_sizes import BatchSizes
 from gpp_plugin.config.block import GenerateConfig
+from gpp_plugin.config.reader import BatchSizes
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import argument_facts, joined_tokens
 from gpp_plugin.ir.memory_report import RankCaches
 from gpp_plugin.ir.plan import PipelinePlan, Stage
-from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.ir.tensors import even_ranges
 from gpp_plugin.model.generation.generator import (
     GeneratedModel,
     Generator,

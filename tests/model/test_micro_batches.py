@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.ir.tensors import even_ranges
 from gpp_plugin.model.generation.micro_batches import Turns, copy_modules
 
 CPU = torch.device("cpu")

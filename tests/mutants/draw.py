@@ -44,7 +44,7 @@ LAYERS: dict[str, tuple[str, ...]] = {
     "data": ("engine/loading/*", "data.py"),
     "units": (
         "plan/costs/planned_lengths.py", "runtime/stage_runner.py", "runtime/unit_patterns.py",
-        "runtime/batches.py", "runtime/input_rows.py",
+        "runtime/batches.py",
     ),
     "guards of capture": ("capture/*.py", "capture/tracing/*", "capture/eager/*", "model/verification.py"),
     "guards of steps": (

@@ -28,8 +28,7 @@ from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards

@@ -42,7 +42,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.plugins import Transport, TransportRequest
-from gpp_plugin.runtime.input_rows import InputLink
+from gpp_plugin.runtime.batches import InputLink
 from gpp_plugin.runtime.messages import transport
 from gpp_plugin.runtime.ranks.collectives import Collectives
 from tests.models import build
@@ -246,7 +246,7 @@ _MAIL = "runtime.messages.mailbox:Mailbox"
 _BUFFERS = "runtime.messages.mailbox:ReceiveBuffers"
 _NCCL = "runtime.messages.transport"
 _LINK = "runtime.memory.swap:SwapLink"
-_ROWS = "runtime.input_rows"
+_ROWS = "runtime.batches"
 _STORE = "engine.gradient_store"
 _SAVE = "engine.checkpoints.save_checkpoint"
 _LINKS = "model.generation.micro_batches:ReplicaLink"

@@ -28,6 +28,7 @@ from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plugins import TransportRequest
+from gpp_plugin.runtime.batches import InputLink, InputRows
 from gpp_plugin.runtime.compute import (
     AutogradCompute,
     BoundaryGradients,
@@ -35,7 +36,6 @@ from gpp_plugin.runtime.compute import (
     boundary_gradients,
 )
 from gpp_plugin.runtime.executor import MiniBatchResult, RankExecutor, StageExecutor
-from gpp_plugin.runtime.input_rows import InputLink, InputRows
 from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.messages.routes import BoundarySpecs, held_shape
 from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT, Transport

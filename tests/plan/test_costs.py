@@ -7,8 +7,7 @@ import itertools
 
 import pytest
 
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
 from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
 from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us, interval_bytes
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown

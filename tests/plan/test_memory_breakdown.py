@@ -7,9 +7,8 @@ import dataclasses
 import pytest
 
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.plan.costs.memory_formula import (

@@ -11,8 +11,7 @@ from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
-from gpp_plugin.simulate.predict import simulate_plan
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
 from tests.plan.graphs import costs_of, make_cluster, make_graph, make_profile, make_request
 from tests.schedule.plans import on_ranks
 

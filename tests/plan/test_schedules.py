@@ -12,8 +12,8 @@ from gpp_plugin.plan.make import most_pending
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plugins import schedule_label, schedule_names
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.names import schedule_label, schedule_names
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import GB, chain, costs_of, keep_inside, make_profile, make_request
 

@@ -10,8 +10,7 @@ import pytest
 
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
-from gpp_plugin.ir.memory_plan import joined_breakdown
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.ir.serialize import SCHEMA_VERSION, to_plain
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel

@@ -13,7 +13,7 @@ import pytest
 
 from gpp_plugin.commands.report_command import ReportedPlan, report_page
 from gpp_plugin.errors import GppError
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
+from gpp_plugin.ir.plan import MemoryBreakdown
 from gpp_plugin.report.figure import (
     CHAR_WIDTH,
     Figure,

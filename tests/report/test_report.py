@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
 from gpp_plugin.ir.memory_report import COUNTED, HeldBytes, MemoryCounts, MemoryReport, RankMemory
+from gpp_plugin.ir.plan import MemoryBreakdown
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.plan_text import format_memory_report, format_plan, format_saved_in_flight

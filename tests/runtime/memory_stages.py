@@ -14,8 +14,8 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.block_graph import BlockGraph, SavedTensor
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.ir.plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients
 from gpp_plugin.runtime.memory.activation_policy import make_stage_activations
 from gpp_plugin.runtime.memory.segments import StageOperators

@@ -7,7 +7,7 @@ import torch
 
 from gpp_plugin.engine.loading.rank_shard import Share
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.runtime.batches import UnitBatch, arrange_units, batch_checksum, join_batches
 
 ROWS = torch.arange(4.0)

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import MemoryPlan, Stage
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.profile.measure import profile_blocks
-from gpp_plugin.runtime.input_rows import InputLink
+from gpp_plugin.runtime.batches import InputLink
 from tests.runtime.memory_stages import (
     CPU,
     SAMPLES,

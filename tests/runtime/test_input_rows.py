@@ -13,10 +13,8 @@ from torch import Tensor
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.plan import Stage
-from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
-from gpp_plugin.runtime.batches import OwnRows, mini_batch_shapes
-from gpp_plugin.runtime.input_rows import CudaCopyStream, InputLink, InputRows
+from gpp_plugin.ir.tensors import UNIFORM, SampleRange, TensorSpec, batch_layout
+from gpp_plugin.runtime.batches import CudaCopyStream, InputLink, InputRows, OwnRows, mini_batch_shapes
 from gpp_plugin.runtime.memory.swap import HostPool
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.ir.plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.runtime.memory.activation_policy import _Buffers, make_stage_activations
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction

@@ -21,8 +21,7 @@ from gpp_plugin.errors import CaptureError, PlanError
 from gpp_plugin.integrations.deepspeed.dispatch import setting_of
 from gpp_plugin.ir.plan import PipelinePlan, StageEdge
 from gpp_plugin.ir.program import InstructionKind
-from gpp_plugin.ir.samples import SampleRange
-from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
+from gpp_plugin.ir.tensors import UNIFORM, SampleRange, TensorSpec, batch_layout
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.runtime.batches import UnitBatch, batch_checksum, unit_key, without_keys
 from gpp_plugin.runtime.messages.routes import payloads_of, specs_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
+from gpp_plugin.ir.plan import MemoryPlan, RecomputedSegment
 from gpp_plugin.runtime.memory.recompute import Drop, MovingPass, Replay
 from gpp_plugin.runtime.random_streams import are_same, set_streams, streams_of
 from tests.runtime.memory_stages import (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
+from gpp_plugin.ir.plan import MemoryPlan, SwappedTensor
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.runtime.memory.activation_policy import backwards_after

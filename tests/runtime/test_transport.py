@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.runtime.messages.mailbox import (
     Carry,
     LocalTransfers,

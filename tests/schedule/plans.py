@@ -6,8 +6,7 @@ import dataclasses
 
 from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.memory_plan import MemoryBreakdown
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, StageEdge
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules

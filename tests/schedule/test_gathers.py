@@ -7,13 +7,13 @@ import pytest
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.memory_plan import joined_breakdown
+from gpp_plugin.ir.plan import joined_breakdown
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import simulate_programs
 from gpp_plugin.simulate.timeline_metrics import Travel, overlap_of
 from tests.schedule.plans import changed, proven, sharded, short, simple_plan, with_all, with_room
 

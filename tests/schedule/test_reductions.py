@@ -10,7 +10,7 @@ from gpp_plugin.ir.program import Instruction, InstructionKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules, reduce_after_backwards
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import simulate_programs
 from tests.schedule.plans import changed, on_rows, proven, short, simple_plan
 
 REDUCE = InstructionKind.REDUCE_DATA

@@ -16,8 +16,7 @@ from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
-from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from tests.schedule.plans import (
     chain_plan,
     changed,

@@ -16,8 +16,7 @@ from gpp_plugin.schedule.checks.validate_programs import validate_async, validat
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
 from gpp_plugin.schedule.program_sets import lower_async
-from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from gpp_plugin.simulate.timeline_metrics import critical_path
 from tests.schedule.plans import changed, make_edge, on_rows, proven, simple_plan, with_all
 from tests.schedule.test_async import random_async_plan

@@ -8,8 +8,8 @@ import pytest
 from gpp_benchmarks._random_plans import check_schedule_draws, random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.grid import format_grid

@@ -6,8 +6,7 @@ from gpp_benchmarks._random_plans import random_draw
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from tests.schedule.plans import (
     chain_plan,
     cluster_of,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.memory_plan import MemoryPlan, SwappedTensor
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, SwappedTensor
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import (
     COPIES_BACK,

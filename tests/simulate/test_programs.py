@@ -7,8 +7,7 @@ from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.simulate.predict import simulate_plan
-from gpp_plugin.simulate.program_times import simulate_programs
+from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
 from tests.schedule.plans import chain_plan, changed, cluster_of
 from tests.simulate.test_engine import times_of
 

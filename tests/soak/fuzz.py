@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.api import format_plan, format_timeline, make_request, plan, plan_for, simulate, validate
-from gpp_plugin.config.batch_sizes import batch_arithmetic
-from gpp_plugin.config.reader import read_config
+from gpp_plugin.config.reader import batch_arithmetic, read_config
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile

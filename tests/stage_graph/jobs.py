@@ -71,8 +71,8 @@ def train_in_double(names: list[str], blocks: list[dict[str, Any]]) -> list[dict
 def run_in_double(
     graph: Any, batch: dict[str, Tensor], mini_batch: int, block: dict[str, Any], *, count: bool = False
 ) -> dict[str, Any]:
-    from gpp_plugin.config.batch_sizes import BatchSizes
     from gpp_plugin.config.block import GraphPipelineConfig
+    from gpp_plugin.config.reader import BatchSizes
     from gpp_plugin.model.model_source import ModelSource
     from gpp_plugin.model.preparation import Setting
     from gpp_plugin.plan.costs.memory_formula import differences

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.ir.plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.runtime.memory.activation_policy import RunAgain
 from gpp_plugin.runtime.stage_module import StageFunction
 from tests.ranks import run_kept_ranks

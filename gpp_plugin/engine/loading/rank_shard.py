@@ -29,7 +29,7 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sa
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
-from gpp_plugin.ir.samples import SampleRange
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
     ChooseOrder,

@@ -50,7 +50,7 @@ from gpp_plugin.engine.loading.rank_shard import (
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import merged_ranges
+from gpp_plugin.ir.tensors import merged_ranges
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 

@@ -28,9 +28,8 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
 from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted, sample_with_lengths
-from gpp_plugin.config.batch_sizes import batch_arithmetic
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
-from gpp_plugin.config.reader import check_ranks, load_deepspeed_json, read_config
+from gpp_plugin.config.reader import batch_arithmetic, check_ranks, load_deepspeed_json, read_config
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.framework import StageReplica, WriteEvents

@@ -45,8 +45,7 @@ from gpp_plugin.model.materialize import materialize_for
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
-from gpp_plugin.runtime.batches import Batch, ones_among, shape_key
-from gpp_plugin.runtime.input_rows import InputLink, InputRows
+from gpp_plugin.runtime.batches import Batch, InputLink, InputRows, ones_among, shape_key
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
 from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.recorder import start_clock

@@ -46,7 +46,7 @@ from gpp_plugin.integrations.huggingface.generate_calls import (
 )
 from gpp_plugin.ir.memory_report import CacheReport, RankCaches
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.ir.tensors import even_ranges
 from gpp_plugin.model.generation.cache_peers import CacheNeed, CachePeers, is_cut, need_of
 from gpp_plugin.model.generation.micro_batches import ReplicaLink, ReplicaStopped, Turns, copy_modules
 from gpp_plugin.model.generation.owned_modules import (

@@ -34,7 +34,7 @@ from torch.overrides import TorchFunctionMode
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import cache_layers
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.samples import even_ranges
+from gpp_plugin.ir.tensors import even_ranges
 from gpp_plugin.model.generation.micro_batches import ReplicaStopped
 from gpp_plugin.model.generation.stage_tensors import (
     ReplicaRun,

@@ -48,9 +48,8 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Link
-from gpp_plugin.ir.memory_plan import MemoryBreakdown, joined_breakdown
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.request import PlanRequest, rank_limit

@@ -28,8 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.memory_plan import MemoryBreakdown, MemoryPlan
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import MemoryBreakdown, MemoryPlan, PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.size_formulas import (
     Coefficients,

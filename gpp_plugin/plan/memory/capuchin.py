@@ -35,7 +35,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment, SwappedTensor
+from gpp_plugin.ir.plan import MemoryPlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.plan.costs.cost_model import Floats
 from gpp_plugin.plan.make import layer_bounds
 from gpp_plugin.plan.memory.operator_chain import (

@@ -30,8 +30,7 @@ import numpy as np
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.ir.memory_plan import MemoryPlan, RecomputedSegment
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.costs.estimate import evaluate_us

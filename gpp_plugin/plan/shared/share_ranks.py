@@ -65,7 +65,7 @@ from gpp_plugin.plan.shared.shared_evaluator import (
     usual_maps,
 )
 from gpp_plugin.plan.validate_plan import validate_for
-from gpp_plugin.schedule.names import AUTO
+from gpp_plugin.plugins import AUTO
 
 logger = logging.getLogger(__name__)
 

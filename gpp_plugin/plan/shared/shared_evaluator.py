@@ -37,9 +37,8 @@ from gpp_plugin.plan.make import (
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, SearchReport, rank_limit
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plugins import find_schedule
+from gpp_plugin.plugins import find_schedule, k_of
 from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.names import k_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks

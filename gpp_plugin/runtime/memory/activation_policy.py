@@ -39,8 +39,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from gpp_plugin.capture.eager.opaque_call import saving_separately
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan
 from gpp_plugin.ir.memory_report import MemoryCounts
+from gpp_plugin.ir.plan import MemoryPlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.runtime.memory.counting import (

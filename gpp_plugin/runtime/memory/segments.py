@@ -28,7 +28,7 @@ from torch import fx
 from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import written_arguments
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.memory_plan import MemoryPlan
+from gpp_plugin.ir.plan import MemoryPlan
 
 aten = torch.ops.aten
 

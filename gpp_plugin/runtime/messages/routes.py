@@ -32,9 +32,8 @@ import torch
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind, SampleRange, TensorSpec
 from gpp_plugin.runtime.compute import StageCompute
 
 BoundarySpecs = Mapping[str, TensorSpec] | Sequence[Mapping[str, TensorSpec]]

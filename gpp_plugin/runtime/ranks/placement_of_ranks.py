@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gpp_plugin.config.batch_sizes import BatchSizes
+from gpp_plugin.config.reader import BatchSizes
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.messages.sockets import connect_when_used

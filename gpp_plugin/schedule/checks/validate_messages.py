@@ -13,8 +13,8 @@ from functools import cached_property
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.samples import SampleRange
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
+from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.schedule.build_graph import Presence, own_tasks
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.grid import program_grid

@@ -86,18 +86,3 @@ def test_what_was_asked_for_is_what_runs(answers: dict[str, list[dict[str, Any]]
         assert {stage.schedule for stage in answers[name][0]["stages"]} == {name}
     assert {task[0] for task in answers["zero_bubble"][1]["tasks"]} == {"F", "I", "W"}
     assert [s.micro_batch_size for s in answers["one larger"][0]["stages"]] == [4, 2]
-
-
-def test_zero_2_under_every_schedule_with_a_tie_across_unequal_degrees() -> None:
-    """The embedding is on two ranks as the input's and on one as the output's; partitions differ."""
-    plan = {"stages": [{"modules": ["transformer"], "ranks": [0, 1]}, {"modules": ["*"], "ranks": [2]}]}
-    schedules = ("1f1b", "gpipe", "zero_bubble")
-    blocks = [{"plan": plan, "stages": "auto", "zero": 2, "schedule": schedule} for schedule in schedules]
-    per_rank = run_kept_ranks(train_under, 3, blocks, timeout_s=200)
-    for index, schedule in enumerate(schedules):
-        found = [answers[index] for answers in per_rank]
-        check(found)
-        assert {stage.schedule for stage in found[0]["stages"]} == {schedule}
-        assert [answer["reductions"] for answer in found] == [2, 2, 1], (
-            "behind each backward, where there are two"
-        )

@@ -52,12 +52,6 @@ def test_pipedream_counts_the_stash_of_the_stage_itself():
     assert [len(s.blocks) for s in make_plan("pipedream", request).stages] == [2, 4]
 
 
-def test_piper_stages_may_span_branches():
-    """Two branches of two blocks and a join on two ranks: any downset can be the first stage."""
-    plan = make_plan("piper", make_request(branches(2, 2), ranks=2, **ONE_EACH))
-    assert bottleneck(plan) == 300.0 * 3
-
-
 def test_downsets_of_known_graphs():
     def count(graph):
         found = list_downsets(CostModel(graph, make_profile(graph), make_cluster(1)), 10_000)
@@ -192,13 +186,6 @@ def test_waiting_for_the_stage_before_takes_no_message():
     plan = build_plan(request, drafts, planner="", costs=costs)
     assert evaluate_us(plan, costs) == 600.0
     assert evaluate_us(as_sequential(plan, costs), costs) == 900.0
-
-
-def test_dapple_prefers_few_stages_when_micro_batches_are_few():
-    request = make_request(chain(8), ranks=4, mini_batch=8, micro_batch_sizes={"*": 4})
-    plan = make_plan("dapple", request)
-    assert plan.num_ranks == 4
-    assert len(plan.stages) <= 2
 
 
 @pytest.mark.parametrize(

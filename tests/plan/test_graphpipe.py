@@ -77,14 +77,6 @@ def test_case_study_of_the_paper():
     assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
 
 
-def test_clip_encoders_are_parallel_stages_that_meet_in_the_loss():
-    plan = make_plan("graphpipe", make_request(clip(), ranks=3, num_stages=3, **{**FREE, "mini_batch": 16}))
-    names = [stage.name for stage in plan.stages]
-    assert names == ["vision_model", "text_model", "visual_projection+text_projection+head+loss"]
-    assert {(edge.src, edge.dst) for edge in plan.edges} == {(0, 2), (1, 2)}
-    assert plan.depth == 2
-
-
 def test_full_batch_loss_takes_one_micro_batch():
     request = make_request(clip(), ranks=4, loss_unit=16, micro_batch_sizes={"loss": 16}, num_stages=3)
     plan = make_plan("graphpipe", request)
@@ -128,14 +120,6 @@ def test_the_deepest_level_at_which_any_stage_fits():
         profile = make_profile(chain(3), saved=10.0)
         request = make_request(chain(3), profile, ranks=3, cluster=make_cluster(3, memory=memory), **FREE)
         assert search_bottleneck(request) == pytest.approx(us)
-
-
-def test_heavier_stages_get_more_ranks():
-    graph = chain(2)
-    profile = make_profile(graph, {"layers.0": 300.0, "layers.1": 100.0})
-    request = make_request(graph, profile, ranks=6, num_stages=2, mini_batch=48, micro_batch_sizes={"*": 8})
-    plan = make_plan("graphpipe", request)
-    assert [s.degree for s in plan.stages] == [4, 2]
 
 
 def test_the_stage_that_needs_most_gets_the_device_that_has_most():

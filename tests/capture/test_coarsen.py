@@ -144,18 +144,6 @@ def test_t5_decoder_waits_for_the_encoder_once() -> None:
     graph = coarsen(captured("t5"))
     into = {e.dst for e in graph.edges if e.src == "encoder.final_layer_norm"}
     assert into == {"decoder.block.0", "decoder.block.1"}
-    assert sorted(graph.dependencies().edges) == sorted(
-        [
-            ("encoder.embed_tokens", "encoder.block.0"),
-            ("encoder.block.0", "encoder.block.1"),
-            ("encoder.block.1", "encoder.final_layer_norm"),
-            ("encoder.final_layer_norm", "decoder.block.0"),
-            ("decoder.embed_tokens", "decoder.block.0"),
-            ("decoder.block.0", "decoder.block.1"),
-            ("decoder.block.1", "decoder.final_layer_norm"),
-            ("decoder.final_layer_norm", "lm_head"),
-        ]
-    )
     bias = graph.tensors_between(["encoder.block.0"], ["encoder.block.1"])
     assert {(s.layout.kind.value, s.shape) for s in bias} == {
         ("batch", (2, 8, 32)),
@@ -163,18 +151,6 @@ def test_t5_decoder_waits_for_the_encoder_once() -> None:
     }
     assert graph.tied == {"shared.weight": ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
     assert graph.block("decoder.block.1").inputs == ("attention_mask",)
-
-
-def test_names_and_edges_do_not_depend_on_samples_or_dropout() -> None:
-    for first, second in (
-        (captured("clip"), captured("clip", num_samples=6)),
-        (captured("t5"), captured("t5", dropout=0.3)),
-    ):
-        one, other = coarsen(first), coarsen(second)
-        assert _names(one) == _names(other)
-        assert [(e.src, e.dst, e.tensors) for e in one.edges] == [
-            (e.src, e.dst, e.tensors) for e in other.edges
-        ]
 
 
 def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:

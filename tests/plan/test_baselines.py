@@ -109,19 +109,6 @@ def test_all_searches_have_the_same_cost_of_a_stage(seed, limits):
         assert us == pytest.approx(intervals.us_per_sample(int(degree))[:-1, 1:], rel=1e-12)
 
 
-def test_a_boundary_takes_a_link_a_rank():
-    """4 bytes in and 4 out of the middle block, and as much back, at a byte a us: 16 us a sample on one link."""
-    graph = chain(3)
-    request = make_request(
-        graph, make_profile(graph, 1e-9), ranks=4, cluster=make_cluster(4, bandwidth=1e6),
-        micro_batch_sizes={"*": 4},
-    )  # fmt: skip
-    intervals = ChainCosts(
-        request, CostModel(graph, request.profile, request.cluster), batch_rules(request), 4
-    )
-    assert [float(intervals.us_per_sample(d)[1, 2]) for d in (1, 2, 4)] == pytest.approx([16.0, 8.0, 4.0])
-
-
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
 @pytest.mark.parametrize("seed", range(4))
 def test_piper_and_pipedream_agree_on_chains(seed, limits):

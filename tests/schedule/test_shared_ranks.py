@@ -14,7 +14,6 @@ from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan
 from gpp_plugin.simulate.program_times import simulate_programs
@@ -22,7 +21,6 @@ from tests.schedule.plans import (
     chain_plan,
     changed,
     cluster_of,
-    freeze,
     lines,
     on_ranks,
     on_shared_ranks,
@@ -195,15 +193,6 @@ def test_random_plans(first):
         evaluation = lower_schedules(plan, forwards, training=False)
         validate_programs(plan.with_each(in_flight=limits), forwards, evaluation)
     assert num_shared >= 5
-
-
-def test_frozen_stages_hold_back_and_are_handed_over():
-    plan = simple_plan([1, 1, 1], [(0, 1), (1, 2)], mini_batch=6)
-    plan = on_ranks(freeze(plan, {0}), 1, 0, 1)
-    frozen = forward_only_stages(plan)
-    assert frozen == {0}
-    _, programs = proven(plan, forward_only_stages=frozen)
-    assert [str(i) for i in programs[1].instructions[-2:]] == ["reduce_data(2)", "step"]
 
 
 def test_hand_overs_take_no_link():

@@ -166,15 +166,6 @@ def test_compute_balance_is_the_nearest_share():
     assert compute_balanced_cut(o.chain, 4, 12, 1 / 4) == 6
 
 
-def test_memory_balance_of_equal_operators_is_algorithm_2s():
-    """l : l-1 : ... : 1 in flight, real division: with 25 operators on 4 stages 3, 4, 6 and 12."""
-    o = optimizer_of(25, 4)
-    cuts = memory_balanced_cuts(o.chain, o.shape, 0, 25, range(4))
-    assert cuts == [3, 7, 13]
-    unit = 1 / sum(1 / (4 - i) for i in range(4))  # M_1 : l M_1 / (l - x + 1)
-    assert [round(25 * unit * sum(1 / (4 - i) for i in range(x + 1))) for x in range(3)] == cuts
-
-
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_memory_balance_is_exact(mode):
     for seed in range(10):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from gpp_benchmarks._oracle import random_request, random_series_parallel
+from gpp_benchmarks.plan_quality import search_bottleneck
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
@@ -75,6 +76,14 @@ def test_case_study_of_the_paper():
     assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
 
 
+def test_full_batch_loss_takes_one_micro_batch():
+    request = make_request(clip(), ranks=4, loss_unit=16, micro_batch_sizes={"loss": 16}, num_stages=3)
+    plan = make_plan("graphpipe", request)
+    loss = plan.stages[plan.stage_index("loss")]
+    assert (loss.micro_batch_size, loss.degree, loss.in_flight) == (16, 1, 1)
+    assert all(plan.num_micro_batches(i) > 1 for i in range(3) if i not in plan.loss_stages())
+
+
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @pytest.mark.parametrize(
     "graph", [clip(), encoder_decoder(), branches(7, 2), chain(6)], ids=["clip", "t5", "seven", "chain"]
@@ -86,6 +95,14 @@ def test_the_number_of_stages_asked_for_uses_all_ranks(graph, stages):
     if stages == 2:
         equal = make_plan("graphpipe", make_request(graph, ranks=4, num_stages=2, data_parallel=2))
         assert {s.degree for s in equal.stages} == {2}
+
+
+def test_the_deepest_level_at_which_any_stage_fits():
+    """Three blocks hold three micro-batches of 10 bytes at most: a byte less, and the first stage is at level 2."""
+    for memory, us in ((30, 300.0), (29, 600.0)):
+        profile = make_profile(chain(3), saved=10.0)
+        request = make_request(chain(3), profile, ranks=3, cluster=make_cluster(3, memory=memory), **FREE)
+        assert search_bottleneck(request) == pytest.approx(us)
 
 
 def test_the_stage_that_needs_most_gets_the_device_that_has_most():

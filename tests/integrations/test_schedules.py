@@ -13,14 +13,11 @@ from tests.reference import train_reference
 
 
 def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train two steps of a small model under each block; return losses, gradients, and what was run.
-
-    The model is GPT-2 and ZeRO off unless the block says otherwise; those keys are taken out.
-    """
+    """Train two steps of a small GPT-2 under each block, whose ``zero`` is taken out; return what was run and found."""
     answers = []
     for block in blocks:
         block = {"stages": 2, **block}
-        model, make_batch = build(block.pop("model", "gpt2"))
+        model, make_batch = build("gpt2")
         batches = [make_batch(B, seed) for seed in range(2)]
         zero = {"stage": block.pop("zero", 0)}
         engine = make_engine(model, batches[0], config_of(block=block, zero_optimization=zero))
@@ -31,7 +28,6 @@ def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "losses": losses,
                 "gradients": gradients,
                 "stages": engine.plan.stages,
-                "notes": engine.plan.notes,
                 "iteration_us": engine.plan.iteration_us,
                 "reductions": sum(i.kind.value == "reduce_data" for i in program.instructions),
                 "tasks": [str(i.task)[1:] for i in program.instructions if i.task is not None],
@@ -86,3 +82,18 @@ def test_what_was_asked_for_is_what_runs(answers: dict[str, list[dict[str, Any]]
         assert {stage.schedule for stage in answers[name][0]["stages"]} == {name}
     assert {task[0] for task in answers["zero_bubble"][1]["tasks"]} == {"F", "I", "W"}
     assert [s.micro_batch_size for s in answers["one larger"][0]["stages"]] == [4, 2]
+
+
+def test_zero_2_under_every_schedule_with_a_tie_across_unequal_degrees() -> None:
+    """The embedding is on two ranks as the input's and on one as the output's; partitions differ."""
+    plan = {"stages": [{"modules": ["transformer"], "ranks": [0, 1]}, {"modules": ["*"], "ranks": [2]}]}
+    schedules = ("1f1b", "gpipe", "zero_bubble")
+    blocks = [{"plan": plan, "stages": "auto", "zero": 2, "schedule": schedule} for schedule in schedules]
+    per_rank = run_kept_ranks(train_under, 3, blocks, timeout_s=200)
+    for index, schedule in enumerate(schedules):
+        found = [answers[index] for answers in per_rank]
+        check(found)
+        assert {stage.schedule for stage in found[0]["stages"]} == {schedule}
+        assert [answer["reductions"] for answer in found] == [2, 2, 1], (
+            "behind each backward, where there are two"
+        )

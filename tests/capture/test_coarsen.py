@@ -88,9 +88,7 @@ LAYERS = {
     ],
     "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"],
     "dlrm": [*(f"embeddings.{i}" for i in range(7)), "bottom.0", "bottom.2", "top.0", "top.2"],
-    "batch_norm_mlp": ["layers.0", "layers.1", "head"],
     "two_branch": ["left.0", "left.1", "right.0", "right.1", "right.2", "head"],
-    "multi_sink": ["trunk.0", "trunk.1", "classify", "regress", "loss"],
 }  # fmt: skip
 PARTS = {
     "clip": ["vision_model.encoder.layers.0.self_attn", "vision_model.encoder.layers.0.mlp"],

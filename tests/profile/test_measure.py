@@ -369,14 +369,6 @@ def test_optimizer_bytes_count_trainable_parameters() -> None:
     assert sum(c.parameter_bytes for c in profile.costs) == 4 * sum(p.numel() for p in model.parameters())
 
 
-def test_evaluation_graphs_have_no_backward() -> None:
-    model, make_batch = build("gpt2")
-    batch = make_batch(SAMPLES, 0)
-    captured = capture_model(model, batch, training=False)
-    profile = measured(model, batch, captured)
-    assert all(c.backward_us == (0.0,) and c.saved_bytes_per_sample == 0 for c in profile.costs)
-
-
 def test_random_state_and_threads_are_left_as_they_were() -> None:
     model, make_batch = build("two_branch", dropout=0.1)
     batch = make_batch(SAMPLES, 0)

@@ -18,6 +18,7 @@ from tests.stage_graph.captured import (
     build_within,
     caption_batch,
     lengths_batch,
+    make_language,
     mixed_batch,
     normed_batch,
 )
@@ -96,3 +97,35 @@ def train_lengths(lengths: tuple[int, ...]) -> dict[str, Any]:
             found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}, len(exports)))
     engine.destroy()
     return {"steps": found}
+
+
+def evaluate_named() -> dict[str, Any]:
+    """Return what evaluations of a part with names of its own answer, and those of the plain model, with and without
+    labels.
+    """
+    found: dict[str, Any] = {}
+    for spelling in ("plain", "captured"):
+        model = make_language().float()
+        batch = {key: rows for key, rows in caption_batch().items() if key != "pixels"}
+        graph = gpp_plugin.StageGraph("named", losses=["text.error"])
+        graph.capture(
+            "text",
+            model,
+            inputs={"input_ids": "ids", "labels": "labels"},
+            outputs={"loss": "error", "logits": "scores"},
+            ranks=[0, 1],
+            stages=2,
+            reported=["scores"],
+        )
+        given: Any = graph
+        if spelling == "plain":
+            given, batch = model, {"input_ids": batch["ids"], "labels": batch["labels"]}
+        name = "scores" if spelling == "captured" else "logits"
+        engine = make_engine(given, batch, config_of(block={"stages": 2}))
+        losses = steps(engine, [batch, batch])
+        loss, scores = engine.eval_batch(iter([batch]), return_logits=True, outputs=(name,))
+        unlabelled = engine.eval_batch(iter([batch]), compute_loss=False, outputs=(name,))
+        plain = engine.eval_batch(iter([batch]), compute_loss=False)  # the module's own name of it
+        found[spelling] = [losses, float(loss), scores, unlabelled, plain, sorted(engine.module.state_dict())]
+        engine.destroy()
+    return found

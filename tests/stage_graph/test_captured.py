@@ -109,3 +109,10 @@ def test_parts_that_read_rows_of_another_length_each_step() -> None:
             assert torch.linalg.norm(gradients[name] - gradient) <= 2e-6 * torch.linalg.norm(gradient), name
     # one for all lengths, which tells what the part makes and is its code
     assert [[exports for _, _, exports in answer["steps"]] for answer in answers] == [[0, 1, 1, 1, 1]] * 2
+
+
+def test_a_graph_of_one_part_is_the_plain_model_under_names_of_the_user_s_own() -> None:
+    for answer in run_kept_ranks(captured_jobs.evaluate_named, 2):
+        for plain, captured in zip(answer["plain"], answer["captured"], strict=True):
+            same = torch.equal(plain, captured) if isinstance(plain, torch.Tensor) else plain == captured
+            assert same

@@ -97,8 +97,6 @@ def test_help_of_a_benchmark_keeps_its_paragraphs_and_tables(capsys):
         ),
         (["plan", "mmt", "--set", "stages"], "gpp plan: --set: 'stages' is not KEY=VALUE, e.g. memory.limit_gb=8; see gpp plan"),
         (["plan", "mmt", "--set", "stages=2", "--stages", "3"], "gpp plan: --stages: --set stages is there already; leave one"),
-        (["plan", "mmt", "--schedule", "zero_buble"], "gpp plan: --schedule: \"zero_buble\" is not valid; give one of auto, 1f1b, 2f2b"),
-        (["compare", "mmt", "--set", "planner=grahpipe"], "gpp compare: --set planner: \"grahpipe\" is not valid; give one of"),
         (["plan", "mmt", "--width", "0"], "gpp plan: argument --width: 0 is not valid; give at least 1; see"),
         (["report"], "gpp report: the following arguments are required: FILE; see gpp report --help"),
     ],

@@ -107,10 +107,6 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             {"mini_batch": 8},
             'mini_batch: unknown key (value 8); write "train_batch_size": 8 beside graph_pipeline',
         ),
-        (
-            {"checkpoint": {"keep_lst": 2}},
-            "checkpoint.keep_lst: unknown key (value 2); did you mean 'keep_last'?",
-        ),
         ({"eager": "model.layers"}, 'eager: "model.layers" is not valid; give a list: ["model.layers"]'),
         (
             {"frozen_prefetch": 1, "mode": "async"},
@@ -124,32 +120,17 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
         ),
         ({"memory": {"zzz": 3}}, "memory.zzz: unknown key (value 3); the keys are limit_gb, recompute, swap"),
         ({"stages": True}, 'stages: true is not valid; give "auto" or a whole number of at least 1'),
-        ({"stages": 2.0}, 'stages: 2.0 is not valid; give "auto" or a whole number of at least 1'),
-        (
-            {"schedule": "1F1B"},
-            "schedule: \"1F1B\" is not valid; give one of auto, 1f1b, 2f2b, kfkb, gpipe, greedy, zero_bubble; did you mean '1f1b'?",
-        ),
         ({"comm_timeout_s": 0}, "comm_timeout_s: 0 is not valid; give a number of seconds above 0"),
-        (
-            {"comm_timeout_s": float("inf")},
-            "comm_timeout_s: Infinity is not valid; give a number of seconds above 0",
-        ),
         ({"lengths": 5}, "lengths: 5 is not valid; give null or an object with max, typical"),
         (
             {"lengths": {"max": 0}},
             'lengths.max: 0 is not valid; give a whole number of at least 1, or {"key of the batch": number, ...}',
         ),
-        ({"lengths": {"maxx": 5, "max": 5}}, "lengths.maxx: unknown key (value 5); did you mean 'max'?"),
         (
             {"lengths": {"max": {"input_ids": 512, "labels": 64}, "typical": [{"input_ids": 128}]}},
             'lengths.typical[0]: {"input_ids": 128} is not of the form of lengths.max, '
             '{"input_ids": 512, "labels": 64}; give numbers, or objects with the same keys',
         ),
-        (
-            {"memory": 5},
-            "memory: 5 is not valid; give an object with limit_gb, recompute, swap, or a list of recompute, swap",
-        ),
-        ({"memory": {"swap": "full"}}, 'memory.swap: "full" is not valid; give one of auto, off'),
         (
             {"memory": {"recompute": "ful"}},
             "memory.recompute: \"ful\" is not valid; give one of auto, off, full; did you mean 'full'?",
@@ -163,18 +144,10 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             'micro_batch_sizes: [1] is not valid; give "auto", "search", a number of samples for all stages, '
             'or {"stage name, or * for all": number or "full", ...}',
         ),
-        (
-            {"micro_batch_sizes": {"loss": "ful"}},
-            'micro_batch_sizes.loss: "ful" is not valid; give a whole number of samples of at least 1, '
-            "or \"full\"; did you mean 'full'?",
-        ),
         ({"plan": 3}, "plan: 3 is not valid; give null, a file name, or an object"),
         ({"backends": "openvino"}, 'backends: "openvino" is not valid; give a list: ["openvino"]'),
         ({"backends": "of"}, f"backends: \"of\" is not valid; {BACKENDS_ADVICE}; did you mean 'off'?"),
-        ({"backends": 3}, f"backends: 3 is not valid; {BACKENDS_ADVICE}"),
-        ({"backends": ["torch", "openvno"]}, f"backends.1: {NO_OPENVNO}"),
         ({"backends": {"vision": "openvno"}}, f"backends.vision: {NO_OPENVNO}"),
-        ({"seed": -1}, "seed: -1 is not valid; give a whole number from 0 to 2^63 - 1"),
     ],
 )
 def test_each_mistake_gets_its_line(keys, line):
@@ -397,11 +370,6 @@ MISTAKES = {
         (["--memory", '{"swp": "off"}'], "--memory: swp: unknown key (value \"off\"); did you mean 'swap'?"),
         ({"memory": {"swp": "off"}}, "memory['swp']: unknown key (value \"off\"); did you mean 'swap'?"),
     ),
-    "wrong type": (
-        ({"vertical_sync": "yes"}, 'graph_pipeline.vertical_sync: "yes" is not valid; give true or false'),
-        (["--set", "vertical_sync=yes"], '--set vertical_sync: "yes" is not valid; give true or false'),
-        ({"vertical_sync": "yes"}, 'vertical_sync: "yes" is not valid; give true or false'),
-    ),
     "out of range": (
         ({"stages": 0}, 'graph_pipeline.stages: 0 is not valid; give "auto" or a whole number of at least 1'),
         (["--stages", "0"], '--stages: 0 is not valid; give "auto" or a whole number of at least 1'),
@@ -411,11 +379,6 @@ MISTAKES = {
         ({"memory": {"limit_gb": -1}}, 'graph_pipeline.memory.limit_gb: -1 is not valid; give "auto" or a number of GB above 0'),
         (["--memory-limit-gb", "-1"], '--memory-limit-gb: -1 is not valid; give "auto" or a number of GB above 0'),
         ({"memory_limit_gb": -1}, 'memory_limit_gb: -1 is not valid; give "auto" or a number of GB above 0'),
-    ),
-    "out of range, by module": (
-        ({"tensor_parallel": {"text": 0}}, "graph_pipeline.tensor_parallel.text: 0 is not valid; give a whole number of at least 1"),
-        (["--tensor-parallel", '{"text": 0}'], "--tensor-parallel: text: 0 is not valid; give a whole number of at least 1"),
-        ({"tensor_parallel": {"text": 0}}, "tensor_parallel['text']: 0 is not valid; give a whole number of at least 1"),
     ),
     "no such name": (
         ({"planner": "grahpipe"}, f"graph_pipeline.planner: \"grahpipe\" is not valid; give one of {PLANNER_NAMES}; did you mean 'graphpipe'?"),

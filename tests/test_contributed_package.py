@@ -43,84 +43,35 @@ packages = ["gpp_stranger"]
 """
 
 TRANSPORT = '''
-"""Every tensor as bytes in a parcel of its own, over one gloo group; counts what is sent."""
-
-import datetime
-
-import torch
-import torch.distributed as dist
+"""The built-in transport, which counts what is sent."""
 
 from gpp_plugin.plugins import TransportFactory
-from gpp_plugin.errors import CommTimeout
+from gpp_plugin.runtime.messages.transport import NATIVE_TRANSPORT
 
 SENT = 0
 
 
-class Parcels:
-    def __init__(self, works, where, timeout, unpack=()):
-        self.works, self.where, self.timeout, self.unpack = works, where, timeout, unpack
-
-    def wait(self):
-        try:
-            for work, _ in self.works:
-                work.wait(self.timeout)
-        except RuntimeError as error:
-            raise CommTimeout(f"post office, edge {self.where}: {error}") from error
-        for buffer, parcel in self.unpack:
-            buffer.view(-1).view(torch.uint8).copy_(parcel)
-        self.works, self.unpack = [], ()
-
-    def is_done(self):
-        return all(work.is_completed() for work, _ in self.works)
-
-
 class PostOffice:
-    prepost_depth = 4
-    prepost_bytes = 1 << 20
-    buffers_ahead = 0
+    def __init__(self, inner):
+        self.inner = inner
 
-    def __init__(self, request):
-        self.timeout = datetime.timedelta(seconds=request.timeout_s)
-        self.group = dist.new_group(None, timeout=self.timeout, backend="gloo")
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
 
     def bind_send(self, message, payloads, edge):
-        tags = [message.edge * 1000 + payload.slot for payload in payloads]
+        post = self.inner.bind_send(message, payloads, edge)
 
-        def post(tensors):
+        def counted(tensors):
             global SENT
             SENT += 1
-            parcels = [t.view(-1).view(torch.uint8).clone() for t in tensors]
-            works = [
-                (self.group.send([parcel], message.dst_rank, tag), parcel)
-                for parcel, tag in zip(parcels, tags, strict=True)
-            ]
-            return Parcels(works, edge, self.timeout)
+            return post(tensors)
 
-        return post
-
-    def bind_receive(self, message, payloads, edge):
-        tags = [message.edge * 1000 + payload.slot for payload in payloads]
-
-        def post(buffers):
-            parcels = [torch.empty(b.numel() * b.element_size(), dtype=torch.uint8) for b in buffers]
-            works = [
-                (self.group.recv([parcel], message.src_rank, tag), parcel)
-                for parcel, tag in zip(parcels, tags, strict=True)
-            ]
-            return Parcels(works, edge, self.timeout, tuple(zip(buffers, parcels)))
-
-        return post
-
-    def open(self, channels):
-        pass
-
-    def close(self):
-        dist.destroy_process_group(self.group)
+        return counted
 
 
 class PostOffices(TransportFactory):
     def make(self, request):
-        return PostOffice(request)
+        return PostOffice(NATIVE_TRANSPORT.make(request))
 
 
 POST_OFFICE = PostOffices()
@@ -226,31 +177,3 @@ def test_its_own_tests_run_the_shared_checks(folders: tuple[Path, Path]) -> None
     done = run_python(target, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 passed" in done.stdout
-
-
-def test_the_configuration_and_the_commands_list_them(folders: tuple[Path, Path]) -> None:
-    _, target = folders
-    code = """
-import sys
-from gpp_plugin.config.reader import read_config
-from gpp_plugin.errors import ConfigError
-try:
-    read_config({"graph_pipeline": {"planner": "halfs", "schedule": "last", "p2p": "post"}})
-except ConfigError as error:
-    print(error)
-assert "torch" not in sys.modules and "gpp_stranger" not in sys.modules
-from gpp_plugin.cli import main
-for option in (["--planner", "halves", "--schedule", "last_first", "--p2p", "post_office"], ["--help"]):
-    main(["plan", "mmt", "--devices", "2", "--size", "branches=2", "--size", "layers=2", *option])
-"""
-    done = run_python(target, "-c", code)
-    assert done.returncode == 0, done.stdout + done.stderr
-    first, second, third, *printed = done.stdout.splitlines()
-    assert first.startswith('graph_pipeline.planner: "halfs" is not valid; give one of auto, ')
-    assert first.endswith("vpipe, halves; did you mean 'halves'?")
-    assert "zero_bubble, last_first" in second
-    assert third.startswith(
-        'graph_pipeline.p2p: "post" is not valid; give one of native, megatron, post_office'
-    )
-    text = " ".join(" ".join(printed).split())
-    assert "halves" in text and "last_first" in text and "{native,megatron,post_office}" in text

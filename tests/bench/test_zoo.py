@@ -122,16 +122,6 @@ def test_flava_trains_on_ranks_as_in_one_process() -> None:
     assert row["losses"][2] < row["losses"][0]
 
 
-def test_what_is_wrong_on_ranks_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    events = [{"row": {"name": "clap", "kind": "retrieval", "verdict": "wrong", "line": "parameters", "ranks": 3,
-                       "stages": 3, "loss_error": 0.0, "parameter_error": 1e-3}}]  # fmt: skip
-    monkeypatch.setattr(_on_ranks, "bench_ranks", lambda *_, **__: iter(events))
-    assert main(["bench", "zoo", "--ranks", "3", "--models", "clap", "--json"]) == 1
-    assert told(capsys)["wrong"] == ["clap"]
-
-
 def test_the_plain_zoo_is_whole_and_its_options_choose(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(PLAIN_MODELS) >= 65 and not PLAIN_MODELS.keys() & zoo.CATALOGUE.keys()
     for entry in PLAIN_MODELS.values():

@@ -88,9 +88,7 @@ LAYERS = {
     ],
     "gpt2": ["transformer.wte", "transformer.h.0", "transformer.h.1", "transformer.ln_f", "lm_head"],
     "dlrm": [*(f"embeddings.{i}" for i in range(7)), "bottom.0", "bottom.2", "top.0", "top.2"],
-    "batch_norm_mlp": ["layers.0", "layers.1", "head"],
     "two_branch": ["left.0", "left.1", "right.0", "right.1", "right.2", "head"],
-    "multi_sink": ["trunk.0", "trunk.1", "classify", "regress", "loss"],
 }  # fmt: skip
 PARTS = {
     "clip": ["vision_model.encoder.layers.0.self_attn", "vision_model.encoder.layers.0.mlp"],
@@ -144,18 +142,6 @@ def test_t5_decoder_waits_for_the_encoder_once() -> None:
     graph = coarsen(captured("t5"))
     into = {e.dst for e in graph.edges if e.src == "encoder.final_layer_norm"}
     assert into == {"decoder.block.0", "decoder.block.1"}
-    assert sorted(graph.dependencies().edges) == sorted(
-        [
-            ("encoder.embed_tokens", "encoder.block.0"),
-            ("encoder.block.0", "encoder.block.1"),
-            ("encoder.block.1", "encoder.final_layer_norm"),
-            ("encoder.final_layer_norm", "decoder.block.0"),
-            ("decoder.embed_tokens", "decoder.block.0"),
-            ("decoder.block.0", "decoder.block.1"),
-            ("decoder.block.1", "decoder.final_layer_norm"),
-            ("decoder.final_layer_norm", "lm_head"),
-        ]
-    )
     bias = graph.tensors_between(["encoder.block.0"], ["encoder.block.1"])
     assert {(s.layout.kind.value, s.shape) for s in bias} == {
         ("batch", (2, 8, 32)),
@@ -163,18 +149,6 @@ def test_t5_decoder_waits_for_the_encoder_once() -> None:
     }
     assert graph.tied == {"shared.weight": ("encoder.embed_tokens", "decoder.embed_tokens", "lm_head")}
     assert graph.block("decoder.block.1").inputs == ("attention_mask",)
-
-
-def test_names_and_edges_do_not_depend_on_samples_or_dropout() -> None:
-    for first, second in (
-        (captured("clip"), captured("clip", num_samples=6)),
-        (captured("t5"), captured("t5", dropout=0.3)),
-    ):
-        one, other = coarsen(first), coarsen(second)
-        assert _names(one) == _names(other)
-        assert [(e.src, e.dst, e.tensors) for e in one.edges] == [
-            (e.src, e.dst, e.tensors) for e in other.edges
-        ]
 
 
 def test_blocks_do_not_depend_on_the_order_of_hashes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import random
 from typing import Any
@@ -26,9 +25,9 @@ from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.graph.stage_graph import prepare_batch
 from gpp_plugin.runtime.batches import join_batches
-from tests.capture.graphs import Calls, assert_is_model, run_graph, run_nodes, sources
+from tests.capture.graphs import Calls, assert_is_model, run_graph
 from tests.eager_models import MODELS, Adversarial, Routed, build_eager, reverse, vectors
-from tests.reference import assert_near, loss_of
+from tests.reference import loss_of
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -118,18 +117,6 @@ def test_a_model_on_the_meta_device_is_tried_with_random_weights() -> None:
         (n.name, n.inputs, n.output) for n in other.nodes
     ]
     assert_is_model(capture, model, make_batch(4))
-
-
-def test_blocks_run_one_by_one_on_their_own_tensors() -> None:
-    model, make_batch = build_eager("routed")
-    batch = make_batch(4)
-    capture = capture_model(model, batch)
-    values = run_nodes(
-        capture, {n.name for n in capture.op_graph.nodes if n.is_replicable}, sources(capture, model, batch)
-    )
-    for block in coarsen(capture).blocks:
-        values = run_nodes(capture, set(block.nodes), values)
-    assert_near({"loss": values[capture.op_graph.loss]}, {"loss": loss_of(copy.deepcopy(model)(**batch))})
 
 
 def _counts(model: Any, x: Tensor) -> Any:

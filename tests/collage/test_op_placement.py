@@ -74,31 +74,6 @@ def test_it_equals_brute_force_on_two_hundred_small_graphs() -> None:
     assert mixed > 100
 
 
-def test_groups_that_need_each_other_are_no_placement() -> None:
-    """a -> c, b -> d with {a, d} and {b, c}: each is convex, together they wait for each other."""
-    graph = OperatorGraph(
-        [
-            Operator(key=key, name="op", inputs=read)
-            for key, read in (("a", ()), ("b", ()), ("c", ("a",)), ("d", ("b",)))
-        ]
-    )
-    costs = {OperatorGroup("one", 0b1001): 1.0, OperatorGroup("one", 0b0110): 1.0} | {
-        OperatorGroup("torch", 1 << i): 3.0 for i in range(4)
-    }
-    found = place_operators(graph, list(costs), costs.__getitem__)
-    assert found.cost_us == 7.0
-
-
-def test_a_group_may_need_operators_behind_the_frontier_first() -> None:
-    """{a, c} with b -> c: the frontier is a, and b must run before its group."""
-    graph = OperatorGraph(
-        [Operator(key=key, name="op", inputs=read) for key, read in (("a", ()), ("b", ()), ("c", ("a", "b")))]
-    )
-    costs = {OperatorGroup("one", 0b101): 1.0} | {OperatorGroup("torch", 1 << i): 3.0 for i in range(3)}
-    found = place_operators(graph, list(costs), costs.__getitem__)
-    assert [group.operators for group in found.groups] == [0b010, 0b101]
-
-
 def test_an_operator_that_no_backend_runs_is_named() -> None:
     graph = OperatorGraph(
         [Operator(key="a", name="gelu", inputs=()), Operator(key="b", name="topk", inputs=("a",))]

@@ -15,12 +15,6 @@ from tests.plan.graphs import make_cluster
 from tests.schedule.plans import chain_plan
 
 
-def test_equal_stages_take_the_closed_form():
-    """(m + p - 1) (f + b), and the master is the last stage."""
-    simulator = ChainSimulator([2.0] * 4, [4.0] * 4, micro_batches=6)
-    assert simulator.run((0, 1, 2, 3, 4)) == ((6 + 3) * 6.0, 3)
-
-
 @pytest.mark.parametrize("seed", range(40))
 def test_the_chain_simulator_is_the_event_loop_on_a_chain(seed):
     """It is kept beside it for speed: a search asks it for thousands of cuts, the critical path included."""

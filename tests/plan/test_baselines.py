@@ -52,12 +52,6 @@ def test_pipedream_counts_the_stash_of_the_stage_itself():
     assert [len(s.blocks) for s in make_plan("pipedream", request).stages] == [2, 4]
 
 
-def test_piper_stages_may_span_branches():
-    """Two branches of two blocks and a join on two ranks: any downset can be the first stage."""
-    plan = make_plan("piper", make_request(branches(2, 2), ranks=2, **ONE_EACH))
-    assert bottleneck(plan) == 300.0 * 3
-
-
 def test_downsets_of_known_graphs():
     def count(graph):
         found = list_downsets(CostModel(graph, make_profile(graph), make_cluster(1)), 10_000)
@@ -113,19 +107,6 @@ def test_all_searches_have_the_same_cost_of_a_stage(seed, limits):
     for degree, us in zip(table.degrees, table.us_per_sample, strict=True):
         # columns are ends: the interval [start, stop) is at column stop - 1
         assert us == pytest.approx(intervals.us_per_sample(int(degree))[:-1, 1:], rel=1e-12)
-
-
-def test_a_boundary_takes_a_link_a_rank():
-    """4 bytes in and 4 out of the middle block, and as much back, at a byte a us: 16 us a sample on one link."""
-    graph = chain(3)
-    request = make_request(
-        graph, make_profile(graph, 1e-9), ranks=4, cluster=make_cluster(4, bandwidth=1e6),
-        micro_batch_sizes={"*": 4},
-    )  # fmt: skip
-    intervals = ChainCosts(
-        request, CostModel(graph, request.profile, request.cluster), batch_rules(request), 4
-    )
-    assert [float(intervals.us_per_sample(d)[1, 2]) for d in (1, 2, 4)] == pytest.approx([16.0, 8.0, 4.0])
 
 
 @pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
@@ -192,13 +173,6 @@ def test_waiting_for_the_stage_before_takes_no_message():
     plan = build_plan(request, drafts, planner="", costs=costs)
     assert evaluate_us(plan, costs) == 600.0
     assert evaluate_us(as_sequential(plan, costs), costs) == 900.0
-
-
-def test_dapple_prefers_few_stages_when_micro_batches_are_few():
-    request = make_request(chain(8), ranks=4, mini_batch=8, micro_batch_sizes={"*": 4})
-    plan = make_plan("dapple", request)
-    assert plan.num_ranks == 4
-    assert len(plan.stages) <= 2
 
 
 @pytest.mark.parametrize(

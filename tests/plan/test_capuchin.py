@@ -54,17 +54,6 @@ def test_free_time_is_what_lies_between_the_two_uses():
     assert o.free_us(0, 0, 10, np.array([3])) == pytest.approx([6 * 10 + 6 * 20 - 2 * 100])
 
 
-def test_swaps_of_several_micro_batches_hide_behind_each_other():
-    """Two in flight: transfers of 900 bytes each way have the whole 300 us of a micro-batch, both ways at once."""
-    o = optimizer(limit=10_000, ways=("swap",), stages=2)
-    assert o.shape.is_in_turn(0) and not o.shape.is_in_turn(1)
-    rows = np.arange(5)
-    found = o.weigh(0, 0, 10, swapped=rows)
-    assert found.memory is not None
-    assert found.memory.swap_us == pytest.approx(500 - 300)
-    assert found.memory_bytes == 2 * (1000 - 500) + 2 * 100
-
-
 def test_recomputing_one_segment_keeps_one_copy_to_work_with():
     """Operators keep their operand: of a segment of five, the four made inside are dropped; four run again."""
     graph, profile = operator_chain([10.0] * 10, saved=100.0, kept_inside=False, backward_ratio=2.0)

@@ -16,7 +16,6 @@ from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.memory.dawnpiper import (
     BinaryPartition,
     allowed_cuts,
-    compute_balanced_cut,
     cut_interval,
     memory_balanced_cuts,
     partition_chain,
@@ -158,21 +157,6 @@ def test_a_saved_plan_is_refused_where_the_run_does_less():
 def optimizer_of(num: int, stages: int, **options: object):
     graph, profile = operator_chain([1.0] * num, saved=100.0)
     return factory(graph, profile, [10**6] * stages, **options).at(1, stages)
-
-
-def test_compute_balance_is_the_nearest_share():
-    o = optimizer_of(12, 3)
-    assert [compute_balanced_cut(o.chain, 0, 12, share) for share in (1 / 3, 1 / 2, 0.6)] == [4, 6, 7]
-    assert compute_balanced_cut(o.chain, 4, 12, 1 / 4) == 6
-
-
-def test_memory_balance_of_equal_operators_is_algorithm_2s():
-    """l : l-1 : ... : 1 in flight, real division: with 25 operators on 4 stages 3, 4, 6 and 12."""
-    o = optimizer_of(25, 4)
-    cuts = memory_balanced_cuts(o.chain, o.shape, 0, 25, range(4))
-    assert cuts == [3, 7, 13]
-    unit = 1 / sum(1 / (4 - i) for i in range(4))  # M_1 : l M_1 / (l - x + 1)
-    assert [round(25 * unit * sum(1 / (4 - i) for i in range(x + 1))) for x in range(3)] == cuts
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])

@@ -9,7 +9,6 @@ import pytest
 
 from gpp_benchmarks._oracle import random_request, random_series_parallel
 from gpp_benchmarks.plan_quality import search_bottleneck
-from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
@@ -77,14 +76,6 @@ def test_case_study_of_the_paper():
     assert estimate_plan_us(chained, costs) > linear.iteration_us > plan.iteration_us * 0.999
 
 
-def test_clip_encoders_are_parallel_stages_that_meet_in_the_loss():
-    plan = make_plan("graphpipe", make_request(clip(), ranks=3, num_stages=3, **{**FREE, "mini_batch": 16}))
-    names = [stage.name for stage in plan.stages]
-    assert names == ["vision_model", "text_model", "visual_projection+text_projection+head+loss"]
-    assert {(edge.src, edge.dst) for edge in plan.edges} == {(0, 2), (1, 2)}
-    assert plan.depth == 2
-
-
 def test_full_batch_loss_takes_one_micro_batch():
     request = make_request(clip(), ranks=4, loss_unit=16, micro_batch_sizes={"loss": 16}, num_stages=3)
     plan = make_plan("graphpipe", request)
@@ -106,36 +97,12 @@ def test_the_number_of_stages_asked_for_uses_all_ranks(graph, stages):
         assert {s.degree for s in equal.stages} == {2}
 
 
-def test_memory_is_checked_with_each_stages_own_in_flight():
-    """Six blocks of 10 bytes a sample on two devices of 70: three each hold 2 x 30 and 30 bytes."""
-    graph = chain(6)
-    profile = make_profile(graph, saved=10.0)
-    fits = make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=60), **FREE)
-    plan = make_plan("graphpipe", fits)
-    assert [s.memory_bytes for s in plan.stages] == [60, 30]
-    tight = make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=40), **FREE)
-    plan = make_plan("graphpipe", tight)  # two blocks with two in flight, four with one
-    assert [(len(s.blocks), s.in_flight) for s in plan.stages] == [(2, 2), (4, 1)]
-    with pytest.raises(PlanInfeasible, match="bytes and rank . may use 20 .*too many"):
-        make_plan(
-            "graphpipe", make_request(graph, profile, ranks=2, cluster=make_cluster(2, memory=20), **FREE)
-        )
-
-
 def test_the_deepest_level_at_which_any_stage_fits():
     """Three blocks hold three micro-batches of 10 bytes at most: a byte less, and the first stage is at level 2."""
     for memory, us in ((30, 300.0), (29, 600.0)):
         profile = make_profile(chain(3), saved=10.0)
         request = make_request(chain(3), profile, ranks=3, cluster=make_cluster(3, memory=memory), **FREE)
         assert search_bottleneck(request) == pytest.approx(us)
-
-
-def test_heavier_stages_get_more_ranks():
-    graph = chain(2)
-    profile = make_profile(graph, {"layers.0": 300.0, "layers.1": 100.0})
-    request = make_request(graph, profile, ranks=6, num_stages=2, mini_batch=48, micro_batch_sizes={"*": 8})
-    plan = make_plan("graphpipe", request)
-    assert [s.degree for s in plan.stages] == [4, 2]
 
 
 def test_the_stage_that_needs_most_gets_the_device_that_has_most():

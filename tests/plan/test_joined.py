@@ -19,7 +19,7 @@ from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, rank_limit, unlimited
+from gpp_plugin.plan.request import PlanRequest, rank_limit
 from tests.plan.graphs import costs_of
 
 BOTH = ("recompute", "swap")
@@ -140,12 +140,6 @@ def test_what_fits_nowhere_is_told_the_bytes_and_what_would_fit() -> None:
         assert make_plan(planner, dataclasses.replace(request, memory_limit_bytes=limit)).stages
         with pytest.raises(PlanInfeasible):
             make_plan(planner, dataclasses.replace(request, memory_limit_bytes=(700 + limit) // 2))
-
-
-def test_all_the_memory_in_the_world_needs_no_optimization() -> None:
-    request = unlimited(tight(3))
-    assert request.memory_optimization == ()
-    assert all(stage.memory is None for stage in make_plan("graphpipe", request).stages)
 
 
 def test_asynchronous_plans_are_fitted_beside_their_stashed_weights() -> None:

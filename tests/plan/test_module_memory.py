@@ -68,11 +68,6 @@ def test_the_quicker_way_is_taken() -> None:
     assert again.us == pytest.approx(400.0)
 
 
-def test_nothing_is_done_that_is_not_allowed() -> None:
-    assert choose(request(host=1e12, ways=("recompute",)), 1300).memory.recomputed  # type: ignore[union-attr]
-    assert choose(request(host=1e3, ways=("swap",)), 1300).memory.swapped  # type: ignore[union-attr]
-
-
 def test_one_micro_batch_gains_nothing_by_running_again() -> None:
     choice = choose(request(host=1e3, ways=("recompute",)), 500, in_flight=1)
     assert choice.memory is None and choice.excess_bytes == 500

@@ -12,7 +12,6 @@ from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, OpGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.cost_model import roofline_us
 from gpp_plugin.profile.analytic_costs import analytic_profile, default_sample_counts
 
 COMPUTE_BOUND = Device(
@@ -171,9 +170,3 @@ def test_default_sample_counts_are_few_and_hold_both_ends() -> None:
     assert default_sample_counts(64) == (1, 8, 64)
     with pytest.raises(ValueError, match="at least 1"):
         default_sample_counts(0)
-
-
-def test_roofline_takes_the_slower_side() -> None:
-    device = Device(name="d", memory_bytes=1, flops_per_s=2e6, memory_bytes_per_s=1e6, launch_us=5.0)
-    assert roofline_us(device, flops=10, num_bytes=4) == pytest.approx(5 + 10)
-    assert roofline_us(device, flops=2, num_bytes=4) == pytest.approx(5 + 4)

@@ -61,22 +61,6 @@ def test_times_and_shapes_must_be_there(plan):
         check_rehearsable(dataclasses.replace(plan, tensors=(odd, *plan.tensors[1:])))
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('{"schema": 0, "type": "PipelinePlan", "value": {}}', "schema 0 of this PipelinePlan is not 1"),
-        ('{"schema": 1, "type": "Timeline", "value": {}}', "the file holds a Timeline, not a PipelinePlan"),
-    ],
-)
-def test_files_that_are_no_plans_take_one_line(text, message, tmp_path, capsys):
-    path = tmp_path / "plan.json"
-    path.write_text(text)
-    assert main(["rehearse", str(path)]) == 1
-    error = capsys.readouterr().err
-    assert error.startswith(f"gpp rehearse: {path}: ") and message in error
-    assert error.count("\n") == 1
-
-
 def test_a_plan_that_cannot_be_rehearsed_is_named_with_its_file(plan, tmp_path, capsys):
     path = tmp_path / "plan.json"
     save(with_stage(plan, 0, ranks=(7,)), path)

@@ -47,7 +47,6 @@ def test_whole_orders_pass(text):
     [
         ("F0 F0 F1", r"0F0 is there twice; keep one\n.*\[0F0\]!"),
         ("F0a F0a F0b F1", "0F0a is there twice"),
-        ("F0a F0b F0b F1", "0F0b is there twice"),
         ("F0 F0a F1", "0F0a is there twice"),
         ("F0a F0 F1", "0F0 comes after half of it; run it whole or in two halves"),
         ("F0b F0a F1", "0F0b comes before the first half"),

@@ -159,13 +159,3 @@ def test_ranks_that_gather_at_other_places_are_refused():
 
     with pytest.raises(ScheduleError, match="they must agree"):
         validate_programs(plan, schedules, changed(programs, 0, twice))
-
-
-def test_a_simulated_gather_takes_its_time():
-    plan = sharded(simple_plan([2, 2], [(0, 1)], mini_batch=4), (0, 1), (2,))
-    _, programs = simulated(plan)
-    without = simulate_programs(plan, programs)
-    timeline = simulate_programs(plan, programs, gather_us={0: 7.0})
-    events = [e for e in timeline.events if e.kind is EventKind.GATHER]
-    assert [(e.rank, e.start_us, e.end_us) for e in events] == [(0, 0.0, 7.0), (1, 0.0, 7.0)]
-    assert timeline.iteration_us == pytest.approx(without.iteration_us + 7.0)

@@ -54,16 +54,6 @@ def test_degrees_that_do_not_divide_each_other():
     }
 
 
-def test_micro_batches_that_do_not_divide_each_other():
-    programs = lower(two_stage_plan(BATCH, sizes=(2, 3), degrees=(1, 1)))
-    assert messages(programs, Direction.ACTIVATION) == {
-        (0, 0, 1, 0, 0, 2, False),
-        (0, 1, 1, 0, 2, 3, False),
-        (0, 1, 1, 1, 3, 4, False),
-        (0, 2, 1, 1, 4, 6, False),
-    }
-
-
 def test_whole_tensors_travel_with_the_consumers_first_sample():
     edge = StageEdge(
         src=0, dst=1, batch_tensors=("x",), whole_tensors=("bias",), gradient_tensors=("x", "bias")
@@ -78,13 +68,6 @@ def test_whole_tensors_travel_with_the_consumers_first_sample():
         (1, 0, 0, 0, 0, 2, True),
         (1, 1, 0, 2, 4, 6, True),
     }
-
-
-def test_message_that_would_hold_nothing_is_left_out():
-    edge = StageEdge(src=0, dst=1, whole_tensors=("bias",), gradient_tensors=("bias",))
-    programs = lower(two_stage_plan(edge, sizes=(2, 4), degrees=(1, 1), mini_batch=8))
-    assert messages(programs, Direction.ACTIVATION) == {(0, 0, 1, 0, 0, 2, True), (0, 2, 1, 1, 4, 6, True)}
-    assert messages(programs, Direction.GRADIENT) == {(1, 0, 0, 0, 0, 2, True), (1, 1, 0, 2, 4, 6, True)}
 
 
 def test_gradients_only_of_messages_that_held_a_tensor_with_gradient():
@@ -128,16 +111,6 @@ def test_forward_only_stage_with_gradients_is_refused():
     schedules = build_schedules(two_stage_plan(NO_GRADIENT), forward_only_stages=frozenset({0}))
     with pytest.raises(ScheduleError, match="same forward_only_stages"):
         lower_schedules(two_stage_plan(NO_GRADIENT), schedules)
-
-
-def test_ends_of_programs():
-    plan = chain_plan(3, 2)
-    programs = lower(plan, tied_stages=(0, 2))
-    kinds = [
-        [i.kind for i in p.instructions if i.kind.value.startswith(("reduce", "step"))] for p in programs
-    ]
-    data, tied, step = InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP
-    assert kinds == [[data, tied, step], [data, step], [data, tied, step]]
 
 
 def test_evaluation_runs_forwards_alone():

@@ -12,11 +12,6 @@ def text(schedule):
     return " ".join(map(str, schedule.tasks))
 
 
-def test_gpipe():
-    assert text(gpipe_schedule(1, 4)) == "1F0 1F1 1F2 1F3 1B0 1B1 1B2 1B3"
-    assert gpipe_schedule(1, 4).num_in_flight == 4
-
-
 @pytest.mark.parametrize(
     ("num_in_flight", "expected"),
     [
@@ -44,10 +39,6 @@ def test_one_f_one_b(num_in_flight, expected):
 )
 def test_kfkb(micro_batches, k, num_in_flight, expected):
     assert text(kfkb_schedule(0, micro_batches, k=k, num_in_flight=num_in_flight)) == expected
-
-
-def test_forward_only():
-    assert text(forward_only_schedule(3, 2, num_in_flight=5)) == "3F0 3F1"
 
 
 def test_bad_counts():

@@ -14,14 +14,12 @@ from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.orders.interleaved import _policies, _Setting, _shortest, _times, in_flight_within
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
 from tests.schedule.plans import (
     chain_plan,
     changed,
     cluster_of,
-    freeze,
     lines,
     on_ranks,
     on_shared_ranks,
@@ -194,31 +192,6 @@ def test_random_plans(first):
         evaluation = lower_schedules(plan, forwards, training=False)
         validate_programs(plan.with_each(in_flight=limits), forwards, evaluation)
     assert num_shared >= 5
-
-
-def test_a_tower_over_all_ranks_of_a_pipeline():
-    # stage 0 is data-parallel over the four ranks of two stages of two ranks each
-    plan = simple_plan(
-        [4, 4, 4], [(0, 1), (1, 2)], mini_batch=16, forward_us=[0.5, 1, 1], backward_us=[1, 2, 2]
-    )
-    plan = on_ranks(plan, (0, 1, 2, 3), (0, 1), (2, 3))
-    schedules, programs = proven(plan, reduce_each_backward=True)
-    assert [program.stages for program in programs] == [(0, 1), (0, 1), (0, 2), (0, 2)]
-    handed = [m for p in programs for m in p.messages(InstructionKind.SEND) if m.is_local_transfer]
-    sent = [m for p in programs for m in p.messages(InstructionKind.SEND) if not m.is_local_transfer]
-    assert handed and sent
-    # on ranks of its own the tower is one more place in the pipeline
-    apart = on_ranks(plan, (4, 5, 6, 7), (0, 1), (2, 3))
-    assert predict_iteration_us(plan, schedules=schedules) < 1.3 * predict_iteration_us(apart)
-
-
-def test_frozen_stages_hold_back_and_are_handed_over():
-    plan = simple_plan([1, 1, 1], [(0, 1), (1, 2)], mini_batch=6)
-    plan = on_ranks(freeze(plan, {0}), 1, 0, 1)
-    frozen = forward_only_stages(plan)
-    assert frozen == {0}
-    _, programs = proven(plan, forward_only_stages=frozen)
-    assert [str(i) for i in programs[1].instructions[-2:]] == ["reduce_data(2)", "step"]
 
 
 def test_hand_overs_take_no_link():

@@ -55,19 +55,6 @@ def test_halves_sent_singly():
     assert [str(m) for m in gradients[:2]] == ["grad e2 r3.0>r2.0 [0..1]", "grad e2 r3.1>r2.1 [2..3]"]
 
 
-def test_last_send_joined():
-    # rank 2  .   .   F0a F0b .   .   F1  F1  .   .   B0  B0  B0  B0  F2  F2  B1  B1
-    # rank 3  .   .   .   .   F0  F0  B0  B0  B0  B0  F1  F1  B1  B1  B1  B1  F2  F2
-    plan = slice_warm_up(chain(4, 8), joins_last=True)
-    schedules, programs = proven(plan)
-    assert [words(s)[:12] for s in schedules] == [
-        "F0a F0b F1 F", "F0a F0b F1 F", "F0a F0b F1 B", "F0 B0 F1 B1 ",
-    ]  # fmt: skip
-    assert sent(programs[1])[:2] == ["act e1 r1.0a>r2.0a [0..0]", "act e1 r1.0b>r2.0b [1..1]"]
-    assert sent(programs[2])[0] == "act e2 r2.0b>r3.0 [0..1]"
-    assert start_up_us(simulate_plan(plan)) == 2.0
-
-
 @pytest.mark.parametrize(("num_stages", "joined"), [(4, 4 / 6), (8, 8 / 14)])
 @pytest.mark.parametrize("backward_us", [1.0, 2.0])
 def test_start_up_and_iteration(num_stages, joined, backward_us):

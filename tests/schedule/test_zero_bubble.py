@@ -19,7 +19,6 @@ from tests.schedule.plans import (
     proven,
     simple_plan,
     with_all,
-    with_split_costs,
     words,
 )
 
@@ -186,13 +185,6 @@ def test_a_frozen_stage_is_held_back_until_its_consumer_has_taken_what_it_holds(
     plan = freeze(plan, {0})
     others = {0: forward_only_schedule(0, 3, num_in_flight=held)}
     assert _ListRun(zero_bubble(plan), (1,), others).run() == expected
-
-
-def test_costs_of_splitting_count():
-    plan = chain_plan(4, 8, forward_us=1.0, backward_us=2.0)
-    dear = zero_bubble(with_split_costs(plan, split_factor=1.4))
-    assert simulate_plan(zero_bubble(plan)).iteration_us == 30.0
-    assert simulate_plan(dear).iteration_us > simulate_plan(plan).iteration_us == 33.0
 
 
 @pytest.mark.parametrize(

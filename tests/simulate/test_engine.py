@@ -11,7 +11,6 @@ from tests.schedule.plans import (
     chain_plan,
     cluster_of,
     freeze,
-    on_ranks,
     proven,
     simple_plan,
     with_all,
@@ -37,35 +36,6 @@ def test_chain(schedule, stages, micro_batches):
     assert timeline.source == "predicted"
 
 
-def test_chain_with_latency_under_gpipe():
-    plan = chain_plan(4, 6, forward_us=3.0, backward_us=7.0, schedule="gpipe", num_bytes=2.0)
-    timeline = simulate_plan(plan, cluster=cluster_of(4, latency_us=0.5))
-    assert timeline.iteration_us == pytest.approx((6 + 3) * 10.0 + 2 * 3 * (2.0 + 0.5))
-
-
-def test_fan_in_waits_for_the_slowest():
-    plan = simple_plan(
-        [1] * 4,
-        [(0, 3), (1, 3), (2, 3)],
-        mini_batch=5,
-        forward_us=[1.0, 5.0, 2.0, 1.0],
-        backward_us=[1.0, 5.0, 2.0, 1.0],
-    )
-    # The slow source holds two micro-batches, which hides the round trip of 2: it is never idle.
-    assert simulate_plan(plan).iteration_us == pytest.approx(5 * 10.0)
-
-
-def test_kfkb_alone_and_in_a_chain():
-    one = simple_plan([1], [], mini_batch=6, forward_us=2.0, backward_us=3.0, k=3)
-    assert simulate_plan(one).iteration_us == pytest.approx(6 * 5.0)
-    # 2F2B on two stages is 1F1B with doubled micro-batches, except that messages leave after each half.
-    plan = simple_plan([1, 1], [(0, 1)], mini_batch=8, forward_us=1.0, backward_us=1.0, k=2)
-    timeline = times_of(simulate_plan(plan))
-    assert timeline[1, "F", 0] == (1.0, 2.0)
-    assert timeline[1, "B", 0] == (3.0, 4.0)
-    assert simulate_plan(plan).iteration_us == pytest.approx(8 * 2.0 + 2.0)
-
-
 def test_unequal_micro_batches_of_figure_5():
     """Stages of 1, 2 and 4 samples at equal time per sample: earlier starts than 4, 4, 4 (Figure 5)."""
     links = [(0, 1), (1, 2)]
@@ -79,20 +49,6 @@ def test_unequal_micro_batches_of_figure_5():
     # Start-up 2 + 4 instead of 8 each way, then the last stage is busy: 6 + 32 * 2 + 6.
     assert times[2, "B", 7][1] == pytest.approx(6.0 + 64.0)
     assert simulate_plan(tailored).iteration_us == pytest.approx(76.0)
-
-
-def test_full_batch_loss():
-    plan = simple_plan(
-        [2, 4, 8], [(0, 2), (1, 2)], mini_batch=8, forward_us=[2.0, 3.0, 1.0], backward_us=[4.0, 6.0, 1.0]
-    )
-    assert simulate_plan(plan).iteration_us == pytest.approx(4 * 2.0 + 2.0 + 4 * 4.0)
-
-
-def test_data_parallel_stage_receives_parts():
-    plan = simple_plan([2, 4], [(0, 1)], mini_batch=8, forward_us=[1.0, 2.0], backward_us=[1.0, 2.0])
-    times = times_of(simulate_plan(on_ranks(plan, 0, (1, 2))))
-    assert times[1, "F", 0] == (1.0, 3.0)  # its two samples are the first micro-batch of stage a
-    assert times[2, "F", 0] == (2.0, 4.0)
 
 
 # ---- links -----------------------------------------------------------------------------------------
@@ -110,11 +66,6 @@ def test_messages_of_one_rank_share_its_link():
     assert times_of(shared)[2, "F", 0][0] == 10.0
     # Gradients leave at 8 and 12, take 5, and do not meet on the link of rank 0.
     assert times_of(shared)[0, "B", 0][0] == 17.0
-
-
-def test_fan_in_shares_the_receivers_link():
-    plan = simple_plan([1] * 4, [(0, 3), (1, 3), (2, 3)], mini_batch=1, num_bytes=4.0)
-    assert times_of(simulate_plan(plan, cluster=cluster_of(4)))[3, "F", 0][0] == 1.0 + 3 * 4.0
 
 
 def test_message_events_hold_bytes_and_edges():

@@ -78,7 +78,7 @@ class Watch:
         torch.export.export = counting
         # code and executors are the stage runner's; what Python reads of a batch is found out where batches come in
         runner = engine._rank_runner.stage_runners[0]
-        for name in ("make_code", "_compiled_for", "_executor_of"):
+        for name in ("make_code", "compile", "_make_executor"):
             setattr(runner, name, self._timed(getattr(runner, name)))
         engine._batch_source.collect = self._timed(engine._batch_source.collect)
 

@@ -34,7 +34,6 @@ MOVED = {
     "gpp_plugin.integrations.huggingface.seq2seq_trainer": "gpp_plugin.integrations.trainer.trainer",
     "gpp_plugin.integrations.huggingface.trainer": "gpp_plugin.integrations.trainer.trainer",
     "gpp_plugin.integrations.megatron.stages": "gpp_plugin.integrations.megatron",
-    "gpp_plugin.model.verify.verification": "gpp_plugin.model.verification",
     "gpp_plugin.plan.batch_rules": "gpp_plugin.plan.request",
     "gpp_plugin.plan.costs.cache_parallelism": "gpp_plugin.plan.costs.long_context",
     "gpp_plugin.plan.plan_schedules": "gpp_plugin.plan.choose_schedule",

@@ -109,7 +109,7 @@ from tests.processor_time import ProcessorTimes
 def pytest_configure(config):
     left_out = {"test_it.py::test_slow_left_out"}
     config.pluginmanager.register(
-        ProcessorTimes(limit_s=0.3, file="" if hasattr(config, "workerinput") else "times.json",
+        ProcessorTimes(limit_s=0.1, file="" if hasattr(config, "workerinput") else "times.json",
                        left_out=left_out, counts=Counter({"here": 3}))
     )
 """
@@ -140,7 +140,7 @@ def test_a_test_that_takes_too_long_fails_by_name(options, tmp_path):
     assert done.returncode == 1 and "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
     assert (
         "test_it.py::test_slow took 0." in done.stdout
-        and "of 0.3 that a test of `make test` may" in done.stdout
+        and "of 0.1 that a test of `make test` may" in done.stdout
     )
     times = json.loads((tmp_path / "times.json").read_text())
     tests = {name.partition("::")[2]: row for name, row in times["tests"].items()}

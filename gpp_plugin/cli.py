@@ -75,6 +75,7 @@ def _run(arguments: Sequence[str]) -> int:
     # keeps its traceback. A device that is not there is 2, as wrong usage is: scripts distinguish "cannot be
     # run here" from "failed" (1).
     name = f"gpp {_command_of(arguments) or ''}".strip()
+    args = argparse.Namespace()
     try:
         parser, runners = _make_parser(arguments)
         args = parser.parse_args(arguments)
@@ -87,8 +88,8 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stdout.flush()
         print(f"{name}: {said}", file=sys.stderr)
         return 2 if isinstance(error, DeviceMissing) else 1
-    except OSError as error:  # a file of the user's, since the others are ours to handle
-        if error.filename is None:
+    except OSError as error:
+        if error.filename not in map(str, vars(args).values()):  # no file that the user named
             raise
         sys.stdout.flush()
         print(f"{name}: {error.filename}: {error.strerror}", file=sys.stderr)

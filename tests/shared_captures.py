@@ -1,8 +1,9 @@
 """Captures of equal models, made once by ranks that live on: a hundred jobs capture the same few small models.
 
-What is captured depends on all that a model has but the values of its weights, on the batch and on the options. All of it
-is the key, as pickled bytes: of a parameter the shape, type and place among the others, of other tensors the numbers too. What cannot be pickled is captured anew each time. So is what is kept of the model itself: modules that run as they
-are, state that a forward leaves behind.
+What is captured depends on all that a model has but the values of its weights, on the batch and on the options. All
+of it is the key, as pickled bytes: of a parameter the shape, type and place among the others, of other tensors the
+numbers too. What cannot be pickled is captured anew each time. So is what is kept of the model itself: modules that
+run as they are, state that a forward leaves behind.
 """
 
 from __future__ import annotations

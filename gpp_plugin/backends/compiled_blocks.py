@@ -175,18 +175,17 @@ def _in_order(graph: fx.Graph, owner: Mapping[str, str]) -> list[list[fx.Node]]:
     # all its operators are there. What reads its results and is read by it joins it, be it another block: the
     # first block of a T5 decoder makes a position bias, masks are added to that outside, and it reads the sum.
     group_of = {node: owner.get(node.name, node) for node in graph.nodes}
-    reads = nx.DiGraph(
+    reads = nx.DiGraph()
+    reads.add_nodes_from(group_of.values())
+    reads.add_edges_from(
         (group_of[read], group_of[node]) for node in graph.nodes for read in node.all_input_nodes
     )
-    reads.add_nodes_from(group_of.values())
     joined = nx.condensation(reads)
     units: dict[int, list[fx.Node]] = {}
-    position: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
-        unit = joined.graph["mapping"][group_of[node]]
-        units.setdefault(unit, []).append(node)
-        position.setdefault(unit, i)
-    return [units[unit] for unit in nx.lexicographical_topological_sort(joined, key=position.__getitem__)]
+    for node in graph.nodes:
+        units.setdefault(joined.graph["mapping"][group_of[node]], []).append(node)
+    by_first = {unit: i for i, unit in enumerate(units)}
+    return [units[unit] for unit in nx.lexicographical_topological_sort(joined, key=by_first.__getitem__)]
 
 
 def _module_of(

@@ -273,6 +273,10 @@ def write_text_whole(path: str | Path, text: str) -> None:
         temporary.write_text(text, encoding="utf-8")
 
 
+_DESCRIPTORS = ("/dev/fd/", "/dev/std", "/proc/")
+"""What a process has open already: a file behind it is written on, never replaced."""
+
+
 @contextlib.contextmanager
 def whole_file(path: str | Path) -> Iterator[Path]:
     """Yield where to write what becomes ``path``, whole, at the end; at an error nothing is left (fsync, rename).
@@ -280,11 +284,7 @@ def whole_file(path: str | Path) -> Iterator[Path]:
     A device, a pipe or a descriptor (``/dev/stdout``) is written to as it is, and a link's target is what is replaced.
     """
     target = Path(path)
-    if (
-        target.is_absolute()
-        and target.parts[1] in ("dev", "proc")
-        or (target.exists() and not target.is_file())
-    ):
+    if str(target).startswith(_DESCRIPTORS) or (target.exists() and not target.is_file()):
         try:
             yield target
         except OSError as error:

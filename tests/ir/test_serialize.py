@@ -6,6 +6,7 @@ import json
 import os
 import re
 import socket
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,9 @@ def test_only_a_regular_file_is_replaced(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="/dev/full"):
         write_text_whole("/dev/full", "d" * 10000)
     assert Path("/dev/full").is_char_device()
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:  # files below /dev are files
+        write_text_whole(Path(folder, "new", "out"), "e")
+        assert Path(folder, "new", "out").read_text() == "e"
 
 
 @pytest.mark.parametrize("path", ["kept/out", "folder", "socket", "/proc/x/out"])

@@ -40,7 +40,7 @@ from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, sc
 from gpp_plugin.schedule.build import build_schedules, with_slices
 from gpp_plugin.schedule.event_loop import Durations
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight, with_schedule
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
 from gpp_plugin.schedule.orders.stage_order import stages_behind
 from gpp_plugin.simulate.predict import predict_iteration_us
@@ -261,8 +261,7 @@ def candidate_schedules(
 
 def _under(plan: PipelinePlan, schedule: str, k: int) -> PipelinePlan:
     """Return the plan with one schedule on all stages and its in-flight counts."""
-    count = len(plan.stages)
-    changed = plan.with_each(schedule=[schedule] * count, k=[k] * count)
+    changed = with_schedule(plan, schedule, k)
     return changed.with_each(in_flight=plan_in_flight(changed))
 
 

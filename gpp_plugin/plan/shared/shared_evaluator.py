@@ -40,7 +40,7 @@ from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plugins import find_schedule, k_of
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.orders.in_flight import plan_in_flight, with_schedule
 from gpp_plugin.schedule.orders.stage_order import on_own_ranks
 from gpp_plugin.simulate.predict import predict_iteration_us
 
@@ -376,9 +376,7 @@ class SharedEvaluator:
 def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
     """Return the plan with one schedule on all stages, and its in-flight counts."""
     k = k_of(schedule)
-    name = schedule if k is None else "1f1b"
-    count = len(plan.stages)
-    changed = plan.with_each(schedule=[name] * count, k=[k or 1] * count)
+    changed = with_schedule(plan, schedule if k is None else "1f1b", k or 1)
     return with_counts(changed, plan_in_flight(changed), costs)
 
 

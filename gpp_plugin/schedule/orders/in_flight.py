@@ -71,6 +71,13 @@ def plan_in_flight(plan: PipelinePlan) -> tuple[int, ...]:
     return tuple(counts)
 
 
+def with_schedule(plan: PipelinePlan, schedule: str, k: int) -> PipelinePlan:
+    """Return the plan with one schedule on all stages, and k or a stage's number of micro-batches if that is less."""
+    # 4f4b on stages of 8 and of 2 micro-batches: 4f4b and 2f2b
+    counts = [plan.num_micro_batches(index) for index in range(len(plan.stages))]
+    return plan.with_each(schedule=[schedule] * len(counts), k=[min(k, count) for count in counts])
+
+
 class _OrdersBehind(Mapping[int, StageSchedule]):
     """The orders of stages whose in-flight counts are known, made when they are first read: few schedules do."""
 

@@ -6,6 +6,7 @@ Tests: tests/plan/test_asynchronous.py, tests/plan/test_memory_breakdown.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -459,3 +460,104 @@ class PipelinePlan:
             return yielding[0]
         meant = f" ({LOSS_KEY!r} means {names[yielding[0]]!r})" if len(yielding) == 1 else ""
         raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")
+
+
+# What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for, where no gradient flows.
+
+
+def check_divisibility(plan: PipelinePlan, index: int) -> None:
+    """Refuse a stage whose micro-batches or ranks do not divide evenly.
+
+    Raises:
+        PlanError: says which number does not divide which.
+    """
+    stage = plan.stages[index]
+    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
+        raise PlanError(
+            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
+            f"mini-batch of {plan.mini_batch}; choose a divisor"
+        )
+    if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
+        raise PlanError(
+            f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks; "
+            "give it as many ranks as data x tensor"
+        )
+    if not stage.ranks or stage.micro_batch_size % stage.degree:
+        raise PlanError(
+            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
+            f"{stage.micro_batch_size} samples; choose a multiple"
+        )
+
+
+def sinks_first(plan: PipelinePlan) -> list[int]:
+    """Return the stage indices so that every stage comes after all its successors.
+
+    Raises:
+        PlanError: the stages depend on each other in a circle.
+    """
+    waiting = [0] * len(plan.stages)
+    incoming: list[list[int]] = [[] for _ in plan.stages]
+    for edge in plan.edges:
+        incoming[edge.dst].append(edge.src)
+        waiting[edge.src] += 1
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    order = []
+    while ready:
+        index = ready.pop()
+        order.append(index)
+        for other in incoming[index]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    if len(order) < len(plan.stages):
+        circle = [plan.stages[i].name for i, count in enumerate(waiting) if count]
+        raise PlanError(f"the stages {circle} depend on each other in a circle; no schedule can run them")
+    return order
+
+
+def stages_behind(plan: PipelinePlan) -> list[set[int]]:
+    """Return for each stage the stages that depend on it, directly or not."""
+    behind: list[set[int]] = [set() for _ in plan.stages]
+    successors: list[list[int]] = [[] for _ in plan.stages]
+    for edge in plan.edges:
+        successors[edge.src].append(edge.dst)
+    for index in sinks_first(plan):
+        for other in successors[index]:
+            behind[index] |= {other} | behind[other]
+    return behind
+
+
+def on_own_ranks(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with ranks of its own for every stage: itself where no stages share any."""
+    if not plan.shares_ranks:
+        return plan
+    ends = itertools.accumulate(len(stage.ranks) for stage in plan.stages)
+    return plan.with_each(
+        ranks=[tuple(range(end - len(s.ranks), end)) for end, s in zip(ends, plan.stages, strict=True)]
+    )
+
+
+def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
+    """Return whether other stages wait for a stage's input gradients, so that splitting its backward helps."""
+    return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)
+
+
+def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
+    """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
+
+    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
+    """
+    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
+    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
+
+
+def frozen_branch(plan: PipelinePlan) -> frozenset[int]:
+    """Return the forward-only stages that depend on the mini-batch alone: all that is before them is forward-only too.
+
+    Nothing that training changes reaches them, so they may run a mini-batch before its turn. A forward-only stage
+    behind a trained one (it reads tensors without gradients) is none of them.
+    """
+    found = set(forward_only_stages(plan))
+    while late := {edge.dst for edge in plan.edges if edge.src not in found and edge.dst in found}:
+        found -= late
+    return frozenset(found)

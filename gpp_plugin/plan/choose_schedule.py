@@ -21,7 +21,7 @@ from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -37,12 +37,9 @@ from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks, r
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
 from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, schedule_label, unknown_schedule
-from gpp_plugin.schedule.build import build_schedules, with_slices
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_slices
 from gpp_plugin.schedule.event_loop import Durations
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
-from gpp_plugin.schedule.orders.stage_order import stages_behind
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, sinks_first
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, even_ranges
@@ -27,11 +27,9 @@ from gpp_plugin.plan.costs.memory_formula import sharded_profile
 from gpp_plugin.plan.request import BatchRules, PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.plugins import find_schedule
+from gpp_plugin.schedule.build import least_samples, plan_in_flight
 from gpp_plugin.schedule.event_loop import MessageCosts
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from gpp_plugin.schedule.orders.stage_order import sinks_first
-from gpp_plugin.schedule.orders.table_2 import least_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

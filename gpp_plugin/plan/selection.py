@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.costs.memory_formula import rank_bytes
@@ -31,7 +31,6 @@ from gpp_plugin.plan.request import (
     rank_limit,
     unlimited,
 )
-from gpp_plugin.schedule.orders.stage_order import sinks_first
 
 MOST_TRIED = 4
 """Numbers of ranks that are planned, where none can be shared out, before nothing is suggested."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, check_divisibility
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import check_gradient_edges, check_schedules, has_backwards
@@ -25,7 +25,6 @@ from gpp_plugin.schedule.messages import (
     WHOLE,
     Overlap,
     activation_bytes,
-    check_divisibility,
     edge_overlaps,
     gradient_bytes,
     gradient_kinds,

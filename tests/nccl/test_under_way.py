@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages
 from gpp_plugin.plan.costs.memory_formula import messages_held, plan_beside_messages, with_breakdown
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, rank_limit
 from gpp_plugin.runtime.messages.mailbox import Mailbox
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from tests.nccl.coverage_counts import Tell
 from tests.nccl.recording import Run, made_up_specs, record_job
 from tests.plan.test_dawnpiper import BOTH, tight_request

@@ -20,7 +20,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import batch_rules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.build import plan_in_flight
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import (
     bottleneck,

@@ -37,10 +37,10 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     boundary_us,
     link_for_span,
+    link_us_per_byte,
     ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.make import Ints, SizeClasses, StageDraft
 from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, rank_limit
 from gpp_plugin.plan.selection import explain_infeasible
@@ -222,7 +222,7 @@ class Downsets:
         num = len(self.names)
         self.member = np.array([[m >> block & 1 for block in range(num)] for m in downsets], dtype=float)
         self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
-        self.link_us_per_byte = float(link_for_span(request.cluster, request.num_ranks).occupied_us(1.0))
+        self.link_us_per_byte = link_us_per_byte(request.cluster, request.num_ranks)
         self.size_classes = SizeClasses(rules, self.names)
         self._flags = self.member @ self.size_classes.flags.T
         self._packed = np.packbits(self.member.astype(np.uint8), axis=1)
@@ -308,13 +308,14 @@ class Downsets:
 
     def memory(self, stages: _Stages, sizes: Ints, degree: int) -> tuple[Floats, Floats]:
         """Return what a rank of each stage needs without what is in flight, and what a micro-batch keeps."""
-        zero, local = self.costs.zero_stage, sizes / degree
-        held = held_bytes(*stages.held, degree=degree, zero_stage=zero)
-        for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True):
-            held = held + reads * num_bytes / (degree if is_shared_out else 1)
-        saved = stages.saved[0] * local + stages.saved[1]
-        held = held + unreduced_bytes(stages.held[1], saved, degree=degree, zero_stage=zero)
-        return peak_bytes(held, saved, 0, transient=stages.transient * local), saved
+        local = sizes / degree
+        inputs = (
+            reads * num_bytes / (degree if is_shared_out else 1)
+            for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True)
+        )
+        saved, transient = stages.saved[0] * local + stages.saved[1], stages.transient * local
+        peak = self.costs.peak_bytes(stages.held, saved, 0, degree=degree, transient=transient, inputs=inputs)
+        return peak, saved
 
 
 def _partitions(table: Downsets, wish: int) -> Iterator[list[StageDraft]]:

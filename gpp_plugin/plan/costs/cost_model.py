@@ -437,14 +437,41 @@ class CostModel:
             is_optimized: what is saved may be swapped or recomputed, and so frees no memory for whole gradients
                 (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
         """
-        parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
-        zero = self.zero_stage
-        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
-        if self.inputs:
-            held += self._profile.input_bytes((self._costs[row].block for row in blocks), degree)
-        each = saved * local + saved_fixed
-        held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
-        return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
+        *held, saved, saved_fixed, transient = self._bytes_of(blocks)
+        names = (self._costs[row].block for row in blocks)
+        inputs = [self._profile.input_bytes(names, degree)] if self.inputs else []
+        each, more = saved * local + saved_fixed, transient * local
+        freed = 0.0 if is_optimized else each
+        peak = self.peak_bytes(
+            held, each, in_flight, degree=degree, transient=more, inputs=inputs, freed=freed
+        )
+        return int(round(peak))
+
+    def peak_bytes(
+        self,
+        held: Sequence[Any],
+        saved: Any,
+        in_flight: int,
+        *,
+        degree: int,
+        transient: Any,
+        inputs: Iterable[Any] = (),
+        freed: Any = None,
+    ) -> Any:
+        """Return the most bytes one rank needs, of one stage or, as arrays, of many (`memory_formula`).
+
+        Args:
+            held: bytes of parameters, of gradients and of optimizer state.
+            saved: of one micro-batch.
+            inputs: what it holds of the mini-batch, term by term.
+            freed: what of ``saved`` frees memory for whole gradients; None: all.
+        """
+        most = held_bytes(*held, degree=degree, zero_stage=self.zero_stage)
+        for num_bytes in inputs:
+            most = most + num_bytes
+        freed = saved if freed is None else freed
+        most = most + unreduced_bytes(held[1], freed, degree=degree, zero_stage=self.zero_stage)
+        return peak_bytes(most, saved, in_flight, transient=transient)
 
     def times_of(self, stage: Stage) -> tuple[float, float]:
         """Return `stage_times` of a plan's stage on its ranks."""
@@ -556,6 +583,11 @@ def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
     """Return the innermost level of the network whose groups hold all ``ranks``."""
     return cluster.link_between(min(ranks), max(ranks))
+
+
+def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
+    """Return microseconds of a byte on the level that joins ``num_ranks`` aligned consecutive ranks."""
+    return float(link_for_span(cluster, num_ranks).occupied_us(1.0))
 
 
 def link_for_span(cluster: Cluster, num_ranks: int) -> Link:

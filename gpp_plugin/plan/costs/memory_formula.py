@@ -49,7 +49,7 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, joined_breakdown
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.request import PlanRequest, rank_limit
@@ -57,7 +57,6 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import under_way_bytes
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name, lower_async
 
 # What one of t tensor ranks has of each block: the one formula of times, bytes and sums under tensor parallelism.
@@ -292,19 +291,6 @@ def peak_bytes(held: Any, saved: Any, in_flight: int, *, transient: Any, working
     437.0
     """
     return held + in_flight * saved + transient + working
-
-
-def micro_batches_within(free: Any, saved: Any, most: int) -> Any:
-    """Return the largest c whose c s fits into ``free``, at most ``most``; 0 where not even the rest fits.
-
-    A millionth of a micro-batch is allowed for: free bytes are differences of large sums.
-
-    >>> micro_batches_within(np.array([130.0, 80.0, -1.0]), np.array([40.0, 40.0, 40.0]), 9).tolist()
-    [3.0, 2.0, 0.0]
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        count = np.where(saved > 0, np.floor(free / saved + 1e-9), most)
-    return np.where(free < 0, 0, np.minimum(count, most))
 
 
 # What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.

@@ -24,7 +24,6 @@ import numpy.typing as npt
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.costs.estimate import interval_bytes
-from gpp_plugin.plan.costs.memory_formula import held_bytes, micro_batches_within, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, Savings, savings_of
 from gpp_plugin.plan.refine.block_sets import bits, connected_parts
@@ -81,11 +80,12 @@ def _decompose(members: int, before: Sequence[int], after: Sequence[int]) -> Com
     nodes = tuple(bits(members))
     if len(nodes) == 1:
         return Component(kind="block", blocks=nodes)
-    parts = connected_parts(members, lambda node: (before[node] | after[node]) & members)
+    related = {node: before[node] | after[node] for node in nodes}
+    parts = connected_parts(members, related)
     if len(parts) > 1:
         children = tuple(_decompose(part, before, after) for part in parts)
         return Component(kind="parallel", blocks=nodes, children=children)
-    parts = connected_parts(members, lambda node: members & ~(before[node] | after[node]))
+    parts = connected_parts(members, {node: ~others for node, others in related.items()})
     if len(parts) == 1:
         prefix = _cheapest_cut(members, nodes, before, after)
         parts = [prefix, members & ~prefix]
@@ -376,6 +376,19 @@ Bools = npt.NDArray[np.bool_]
 NO_LIMIT = 1 << 40
 
 
+def micro_batches_within(free: Floats, saved: Floats, most: int) -> Floats:
+    """Return the largest c whose c s fits into ``free``, at most ``most``; 0 where not even the rest fits.
+
+    A millionth of a micro-batch is allowed for: free bytes are differences of large sums.
+
+    >>> micro_batches_within(np.array([130.0, 80.0, -1.0]), np.array([40.0, 40.0, 40.0]), 9).tolist()
+    [3.0, 2.0, 0.0]
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = np.where(saved > 0, np.floor(free / saved + 1e-9), most)
+    return np.where(free < 0, 0, np.minimum(count, most))
+
+
 class StageShapes:
     """What the stages of one series hold, whatever the micro-batch size: shared by all its tables.
 
@@ -446,12 +459,15 @@ class StageShapes:
         """Return [row, column] the bytes a rank has for what is saved, and what a micro-batch saves."""
         key = self._key(local, degree, limit)
         if key not in self._rooms:
-            zero = self.costs.zero_stage
-            held = held_bytes(self.parameter, self.gradient, self.optimizer, degree=degree, zero_stage=zero)
-            held = held + self.costs.input_bytes_of(self.total, degree)
-            each = self.saved * local + self.saved_fixed
-            held = held + unreduced_bytes(self.gradient, each, degree=degree, zero_stage=zero)
-            self._rooms[key] = limit - peak_bytes(held, each, 0, transient=self.peak * local), each
+            held, each = (
+                (self.parameter, self.gradient, self.optimizer),
+                self.saved * local + self.saved_fixed,
+            )
+            inputs = (self.costs.input_bytes_of(self.total, degree),)
+            peak = self.costs.peak_bytes(
+                held, each, 0, degree=degree, transient=self.peak * local, inputs=inputs
+            )
+            self._rooms[key] = limit - peak, each
         return self._rooms[key]
 
     def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:

@@ -19,6 +19,7 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     boundary_us,
     link_for_span,
+    link_us_per_byte,
     ring_us,
     us_per_sample,
 )
@@ -385,7 +386,7 @@ class TableMaker:
         limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
         most = request.memory_limit_bytes
         self.memory_limit = limit if most is None else min(limit, most)
-        self.link_us_per_byte = link_for_span(cluster, request.num_ranks).occupied_us(1.0)
+        self.link_us_per_byte = link_us_per_byte(cluster, request.num_ranks)
         self.is_gpipe = request.schedule == "gpipe"
         self.reduce_us_per_byte = [
             ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in self.grids

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages, on_own_ranks
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.make import (
     StageDraft,
@@ -38,10 +38,7 @@ from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.request import PlanRequest, SearchReport, rank_limit
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plugins import find_schedule, k_of
-from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from gpp_plugin.schedule.orders.stage_order import on_own_ranks
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 # A smaller plan that takes as long: ranks that hold the same stages side by side become one.

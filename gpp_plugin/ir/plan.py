@@ -14,7 +14,8 @@ from typing import Annotated, Any
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.tensors import SampleRange, TensorSpec, task_samples
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.tensors import SampleRange, TensorSpec
 from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
 
 
@@ -160,6 +161,18 @@ def gathered_together(gathered: Sequence[int], free_bytes: int) -> int:
     return first + second if first + second <= free_bytes else first
 
 
+def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
+    """Return M of a rank that holds several stages: the sum of theirs, but of what is gathered the largest alone.
+
+    Args:
+        peaks: by stage, M and of it P - P / p.
+
+    >>> rank_bytes([(100, 40), (80, 30)])
+    150
+    """
+    return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
+
+
 LOSS_KEY = "loss"
 """What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
 
@@ -270,12 +283,13 @@ class Stage:
 
     def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
         """Return the samples of the mini-batch that ``rank`` computes in (half of) ``micro_batch``."""
-        whole = task_samples(
-            micro_batch=micro_batch,
-            micro_batch_size=self.micro_batch_size,
-            position=self.position(rank)[0],
-            degree=self.degree,
-        )
+        # A mini-batch of 16, micro-batches of 8, 2 ranks; who computes which samples:
+        #     micro-batch      0               1
+        #     rank 0       0  1  2  3     8  9 10 11
+        #     rank 1       4  5  6  7    12 13 14 15
+        local = self.local_batch_size
+        first = micro_batch * self.micro_batch_size + self.position(rank)[0] * local
+        whole = SampleRange(first_sample=first, num_samples=local)
         return whole if half is None else whole.halves()[half]
 
 
@@ -460,6 +474,22 @@ class PipelinePlan:
             return yielding[0]
         meant = f" ({LOSS_KEY!r} means {names[yielding[0]]!r})" if len(yielding) == 1 else ""
         raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")
+
+
+def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> float:
+    """Return the microseconds that the plan gives a task of ``stage``: the one definition of its parts' times."""
+    if kind is TaskKind.FORWARD:
+        if half is None:
+            return stage.forward_us
+        # 0 means that halves were not measured: a kernel's start-up cost is then not counted twice.
+        return stage.half_forward_us or stage.forward_us / 2.0
+    if kind is TaskKind.BACKWARD:
+        return stage.backward_us
+    # Both are tested, since one may truly be 0: a stage without weights has no weight
+    # gradient, and the first stage no input gradient.
+    if not stage.input_gradient_us and not stage.weight_gradient_us:
+        return stage.backward_us / 2.0
+    return stage.input_gradient_us if kind is TaskKind.INPUT_GRADIENT else stage.weight_gradient_us
 
 
 # What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for, where no gradient flows.

@@ -31,11 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.cluster import distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
-    distinct_devices,
     full_pipeline_us,
     interval_sums,
     link_for_span,
@@ -207,7 +207,7 @@ def ranked_partitions(
     """Yield partitions that suit the ranks in their order, and their micro-batch sizes; those likely to win first."""
     found: list[tuple[float, Groups, int]] = []
     chain = _RankedChain(request, costs, rules)
-    for wish in rules.wishes():
+    for wish in rules.wishes:
         for num_stages, slowest_us, groups in chain.partitions(wish):
             us = full_pipeline_us(request.mini_batch, wish, num_stages, slowest_us)
             found.append((us, groups, wish))
@@ -245,7 +245,7 @@ class _RankedChain:
             value = np.full((ranks + 1, num + 1), np.inf)
             choice = np.full((ranks + 1, num + 1), -1, dtype=np.int64)
             for end in range(1, ranks + 1):
-                for degree in self.rules.degrees():
+                for degree in self.rules.degrees:
                     times = self._times(wish, end - degree, end) if degree <= end else None
                     if times is None:
                         continue

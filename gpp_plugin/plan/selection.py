@@ -14,10 +14,9 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage, sinks_first
+from gpp_plugin.ir.plan import PipelinePlan, Stage, rank_bytes, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
-from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
@@ -178,7 +177,7 @@ def explain_infeasible(
     shared_out = (
         choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
         for groups in found
-        for wish in rules.wishes()
+        for wish in rules.wishes
     )
     for drafts in itertools.chain(tried, shared_out):
         if drafts is None:
@@ -250,7 +249,7 @@ def _rank_problem(
             cluster=dataclasses.replace(request.cluster, devices=devices),
         )
         chooser = DegreeChooser(other, costs, batch_rules(other))
-        wishes = chooser.rules.wishes()
+        wishes = chooser.rules.wishes
         partitions = [[chooser.sets.mask_of(group) for group in groups] for groups in groupings]
         if any(chooser.choose(m, w, ignore_memory=True) is not None for m in partitions for w in wishes):
             tried += 1

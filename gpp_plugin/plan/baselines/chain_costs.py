@@ -25,17 +25,9 @@ from gpp_plugin.plan.costs.cost_model import (
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
-from gpp_plugin.plan.make import (
-    Ints,
-    SizeClasses,
-    StageDraft,
-    build_plan,
-    linear_order,
-    make_drafts,
-    with_in_flight,
-)
+from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules, rank_limit
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.build import plan_in_flight
 
@@ -174,6 +166,13 @@ class ChainCosts:
         """Return the drafts of (start, stop, degree), or None where one has no micro-batch size."""
         groups = [self.order[start:stop] for start, stop, _ in bounds]
         return make_drafts(self.rules, groups, [degree for _, _, degree in bounds], self.wish)
+
+
+def chains_of(request: PlanRequest) -> list[ChainCosts]:
+    """Return the costs of a request's chain at each micro-batch size worth trying; at least one."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
+    return [ChainCosts(request, costs, rules, wish) for wish in rules.wishes]
 
 
 def even_stage_counts(request: PlanRequest) -> list[int]:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
@@ -97,11 +97,6 @@ def roofline_us(device: Device, *, flops: Any, num_bytes: Any, launches: Any = 1
     """
     flops_per_s, bytes_per_s, launch_us = device.speeds
     return launch_us * launches + np.maximum(flops / flops_per_s, num_bytes / bytes_per_s) * 1e6
-
-
-def distinct_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Return one device of each speed, in the order in which they come."""
-    return tuple({device.speeds: device for device in reversed(devices)}.values())[::-1]
 
 
 class DeviceSpeeds:
@@ -438,8 +433,9 @@ class CostModel:
                 (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
         """
         *held, saved, saved_fixed, transient = self._bytes_of(blocks)
-        names = (self._costs[row].block for row in blocks)
-        inputs = [self._profile.input_bytes(names, degree)] if self.inputs else []
+        inputs = []
+        if self.inputs:
+            inputs.append(self._profile.input_bytes([self._costs[row].block for row in blocks], degree))
         each, more = saved * local + saved_fixed, transient * local
         freed = 0.0 if is_optimized else each
         peak = self.peak_bytes(

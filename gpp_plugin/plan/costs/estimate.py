@@ -20,11 +20,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages, stage_task_us
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
-from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.simulate.predict import predict_iteration_us
 

@@ -212,15 +212,6 @@ def sum_times(graph: BlockGraph, tensor: int, link: Link) -> Floats:
     return found
 
 
-def adam_bytes(dtype: str) -> int:
-    """Return what Adam holds of a trained parameter: two fp32 moments, and fp32 weights beside those of half precision.
-
-    >>> adam_bytes("fp32"), adam_bytes("bf16")
-    (8, 12)
-    """
-    return 8 if dtype == "fp32" else 12
-
-
 def shared_out(gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -> tuple[Any, Any]:
     """Return G / g and O / o: what one of ``degree`` ranks holds of gradients and optimizer state.
 
@@ -250,18 +241,6 @@ def sharded_bytes(parameter: Any, *, degree: int, zero_stage: int) -> Any:
     (100, 0)
     """
     return parameter if zero_stage >= 3 and degree > 1 else 0
-
-
-def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
-    """Return M of a rank that holds several stages: the sum of theirs, but of what is gathered the largest alone.
-
-    Args:
-        peaks: by stage, M and of it P - P / p.
-
-    >>> rank_bytes([(100, 40), (80, 30)])
-    150
-    """
-    return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
 
 
 def stashed_bytes(gradient: Any, num_versions: int) -> Any:

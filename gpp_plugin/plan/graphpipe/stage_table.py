@@ -34,10 +34,9 @@ from gpp_plugin.plan.graphpipe.intervals import (
     bin_shapes,
     series_shapes,
 )
-from gpp_plugin.plan.make import SizeClasses
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import least_added_us
-from gpp_plugin.plan.request import BatchRules, PlanRequest
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SizeClasses
 
 # The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
 #
@@ -382,7 +381,7 @@ class TableMaker:
         self.fitter, self.levels = fitter, levels
         self._tables: dict[int, StageTable] = {}
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
-        cluster, self.grids = request.cluster, rules.grids()
+        cluster, self.grids = request.cluster, rules.grids
         limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
         most = request.memory_limit_bytes
         self.memory_limit = limit if most is None else min(limit, most)

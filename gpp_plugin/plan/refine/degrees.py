@@ -92,7 +92,7 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
+        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
 
@@ -277,7 +277,7 @@ class DegreeChooser:
     ) -> _Sizing:
         request, costs = self.request, self.costs.at_tensor(tensor)
         found = []
-        for degree, of_grid in self.rules.grids() if len(fixed) < 2 else ():
+        for degree, of_grid in self.rules.grids if len(fixed) < 2 else ():
             size = self.rules.size_of(fixed[0] if fixed else None, is_coupled, degree, wish)
             if of_grid == tensor and size is not None:
                 found.append((degree, size))

@@ -22,14 +22,8 @@ from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.make import (
-    build_plan,
-    complete_plan,
-    make_drafts,
-    pending_bytes,
-    stage_edges,
-    with_in_flight,
-)
+from gpp_plugin.plan.costs.memory_formula import complete_plan
+from gpp_plugin.plan.make import build_plan, make_drafts, pending_bytes, stage_edges, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees

@@ -46,7 +46,7 @@ from gpp_plugin.plan.costs.cost_model import (
 )
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
 from gpp_plugin.plan.make import linear_order, with_ranks
-from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import BatchRules, PlanRequest
 
 # Which stages share a node: a finished plan's stages take their ranks in another order where that is quicker.
 #
@@ -75,7 +75,9 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     Nothing is exchanged where all ranks are alike and joined by one level of links, or where stages share ranks.
     """
     # it matters on which ranks a stage is, and few enough tasks are to be simulated
-    is_placed = min(link.span for link in request.cluster.links) < plan.num_ranks or request.cluster.is_mixed
+    is_placed = (
+        min(link.span for link in request.cluster.links) < request.num_ranks or request.cluster.is_mixed
+    )
     if len(plan.stages) < 2 or plan.shares_ranks or not is_placed or plan.num_rank_tasks > MAX_RANK_TASKS:
         return plan
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
@@ -138,7 +140,7 @@ def _crossing_bytes(plan: PipelinePlan, costs: CostModel) -> list[float]:
 
 def _fits(plan: PipelinePlan, request: PlanRequest) -> bool:
     return all(
-        stage.memory_bytes <= rank_limit(request, rank) for stage in plan.stages for rank in stage.ranks
+        stage.memory_bytes <= request.rank_limits[rank] for stage in plan.stages for rank in stage.ranks
     )
 
 

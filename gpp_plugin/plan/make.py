@@ -1,6 +1,5 @@
 """The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs.
 
-`complete_plan` adds what running a finished plan without its model needs: boundary tensors, gradient bytes.
 A plan that is made is changed here too: other ranks, what messages take, backwards in two parts.
 """
 
@@ -22,7 +21,6 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, even_ranges
 from gpp_plugin.plan.costs.cost_model import CostModel, prefix_sums
-from gpp_plugin.plan.costs.memory_formula import sharded_profile
 from gpp_plugin.plan.request import BatchRules, PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.plugins import find_schedule
@@ -408,22 +406,6 @@ def assign_ranks(
         found[i] = tuple(sorted(free[start : start + size]))
         start += size
     return found
-
-
-def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
-    """Return the plan with the specs of its edges' tensors and the gradient bytes of its stages.
-
-    Args:
-        graph, profile: those the plan was made for.
-    """
-    costs = {
-        tensor: sharded_profile(profile, graph, tensor).by_block()
-        for tensor in {stage.tensor for stage in plan.stages}
-    }
-    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
-    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
-    plan = plan.with_each(gradient_bytes=gradients)
-    return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
 
 
 # What messages between stages take, for orders that reckon with it (`StageEdge.message_us`).

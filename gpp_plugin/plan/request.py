@@ -9,11 +9,10 @@ Tests: tests/plan/test_joined.py, tests/plan/test_plan_command.py, tests/plan/te
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -87,24 +86,23 @@ class PlanRequest:
     colocate: bool = False
     rank_order: tuple[int, ...] | None = None
     tensor_parallel: int | dict[str, int] | None = 1
+    rank_limits: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """By rank the bytes that it may use."""
+    must_share_ranks: bool = field(init=False, repr=False, compare=False)
+    """Only plans whose ranks hold several stages are an answer."""
+    may_share_ranks: bool = field(init=False, repr=False, compare=False)
+    """Plans whose ranks hold several stages are wanted, or to be tried."""
 
-    @property
-    def must_share_ranks(self) -> bool:
-        """Return whether only plans whose ranks hold several stages are an answer."""
-        return (self.virtual_stages or 1) > 1 or (self.num_stages or 1) * (
-            self.data_parallel or 1
-        ) > self.num_ranks
-
-    @property
-    def may_share_ranks(self) -> bool:
-        """Return whether plans whose ranks hold several stages are wanted, or to be tried."""
-        return self.must_share_ranks or self.virtual_stages is None or self.colocate
-
-
-def rank_limit(request: PlanRequest, rank: int) -> int:
-    """Return the bytes that ``rank`` may use."""
-    limit = request.cluster.devices[rank].memory_bytes
-    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+    def __post_init__(self) -> None:
+        most = UNLIMITED if self.memory_limit_bytes is None else self.memory_limit_bytes
+        limits = tuple(min(device.memory_bytes, most) for device in self.cluster.devices)
+        fixed_ranks = (self.num_stages or 1) * (self.data_parallel or 1)
+        must_share = (self.virtual_stages or 1) > 1 or fixed_ranks > self.num_ranks
+        object.__setattr__(self, "rank_limits", limits)
+        object.__setattr__(self, "must_share_ranks", must_share)
+        object.__setattr__(
+            self, "may_share_ranks", must_share or self.virtual_stages is None or self.colocate
+        )
 
 
 def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
@@ -147,9 +145,9 @@ def check_request(request: PlanRequest) -> None:
         r.profile.check([block.name for block in r.graph.blocks])
     except ProfileError as error:
         raise PlanError(str(error)) from error
-    if not 1 <= r.num_ranks <= r.cluster.num_devices:
+    if not 1 <= r.num_ranks <= len(r.cluster.devices):
         raise PlanError(
-            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
+            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {len(r.cluster.devices)} "
             "devices; change the number of ranks or the cluster description"
         )
     counts = {"mini_batch": r.mini_batch, "loss_unit": r.loss_unit, "stages": r.num_stages}
@@ -646,7 +644,7 @@ class SearchReport:
         self._rejected: dict[str, None] = {}
 
     def begin(self, phase: str) -> None:
-        """Publish what is searched now (`searching`)."""
+        """Publish what is searched now (`report.progress.searching`)."""
         logger.debug("%s", phase)
 
     def leave_out(self, what: str) -> None:
@@ -666,31 +664,3 @@ class SearchReport:
         """Return what was rejected and left out, as the notes of a plan."""
         left_out = (f"{LEFT_OUT}{'; '.join(self._left_out)}",) if self._left_out else ()
         return (*self._rejected, *left_out)
-
-
-class _Listener(logging.Handler):
-    """Passes phases on."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show the phase that a search has come to."""
-        self._show(record.getMessage())
-
-
-@contextlib.contextmanager
-def searching(show: Callable[[str], None]) -> Iterator[None]:
-    """Show what is searched at each moment of the block, on the rank that searches."""
-    handler, level, propagates = _Listener(show), logger.level, logger.propagate
-    # these messages stay on where they were turned on, and appear nowhere else
-    logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates

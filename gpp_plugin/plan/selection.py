@@ -27,7 +27,6 @@ from gpp_plugin.plan.request import (
     PlanRequest,
     batch_rules,
     limit_gb,
-    rank_limit,
     unlimited,
 )
 
@@ -45,7 +44,7 @@ def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage,
             if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
                 largest[rank] = stage
     over = [
-        (int(rank_bytes(peaks)) - rank_limit(request, rank), largest[rank], rank)
+        (int(rank_bytes(peaks)) - request.rank_limits[rank], largest[rank], rank)
         for rank, peaks in needs.items()
     ]
     return max(over, key=lambda item: item[0])
@@ -192,8 +191,8 @@ def explain_infeasible(
     if fitter is not None:
         plan = fitter.fitted(plan)
         excess, stage, rank = max(memory_excess(request, plan), closest[0], key=lambda worst: worst[0])
-    limit = rank_limit(request, rank)
-    lacking = {r: s.memory_bytes - rank_limit(request, r) for s in plan.stages for r in s.ranks}
+    limit = request.rank_limits[rank]
+    lacking = {r: s.memory_bytes - request.rank_limits[r] for s in plan.stages for r in s.ranks}
     others = sum(num_bytes > 0 for num_bytes in lacking.values()) - 1
     used = f" with {' and '.join(request.memory_optimization)}" if fitter is not None else ""
     knob = _memory_knob(request, costs, stage, limit)
@@ -465,7 +464,7 @@ def _with_limit(request: PlanRequest, limit: int) -> PlanRequest:
 
 def _least_limit(request: PlanRequest, has_plan: HasPlan, missing_bytes: int) -> int | None:
     """Return about the least memory of a rank with which there is a plan."""
-    low = max(rank_limit(request, rank) for rank in range(request.num_ranks))
+    low = max(request.rank_limits[rank] for rank in range(request.num_ranks))
     high = low + missing_bytes
     for _ in range(MOST_STEPS):
         if has_plan(_with_limit(request, high)):

@@ -24,10 +24,11 @@ from gpp_plugin.plan.costs.cost_model import (
     ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
+from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.graphpipe.intervals import interval_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules, rank_limit
+from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
 from gpp_plugin.schedule.build import plan_in_flight
 
@@ -75,7 +76,7 @@ class ChainCosts:
         self.order = linear_order(request.graph)
         self.num_blocks = len(self.order)
         self.rows = costs.indices(self.order)
-        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
+        self.limit = min(request.rank_limits[rank] for rank in range(request.num_ranks))
         self._held = [
             self._prefix(values)
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
@@ -145,7 +146,8 @@ class ChainCosts:
         inf as in `us_per_sample`.
         """
         held = [interval_sums(prefix) for prefix in self._held]
-        inputs = (self.costs.input_bytes_of(lambda flags: interval_sums(self._prefix(flags)), degree),)
+        counts = [interval_sums(self._prefix(flags)) for flags in self.costs.reader_flags]
+        inputs = (self.costs.input_bytes_of(counts, degree),)
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         for size in map(int, np.unique(sizes[sizes > 0])):

@@ -43,7 +43,7 @@ def dapple_plan(request: PlanRequest) -> PipelinePlan:
     for search in map(_Search, chains):
         placed = search.run()
         candidates.append(search.drafts(placed) if placed is not None else None)
-    plan = best_sequential(request, costs, ([drafts] for drafts in candidates), planner="dapple")
+    plan = best_sequential(request, costs, [[drafts] for drafts in candidates], planner="dapple")
     if plan is None:
         groups = [[draft.blocks for draft in drafts] for drafts in candidates if drafts is not None]
         explain_infeasible(request, costs, chains[0].rules, [*groups, [order]])

@@ -42,7 +42,7 @@ from gpp_plugin.plan.costs.cost_model import (
     us_per_sample,
 )
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules, rank_limit
+from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules
 from gpp_plugin.plan.selection import explain_infeasible
 
 # PipeDream's partitioner on the linearised model (Narayanan et al., SOSP 2019, section 3.1).
@@ -220,7 +220,7 @@ class Downsets:
         self.names = [block.name for block in request.graph.blocks]
         num = len(self.names)
         self.member = np.array([[m >> block & 1 for block in range(num)] for m in downsets], dtype=float)
-        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
+        self.limit = min(request.rank_limits[rank] for rank in range(request.num_ranks))
         self.link_us_per_byte = link_us_per_byte(request.cluster, request.num_ranks)
         self.size_classes = SizeClasses(rules, self.names)
         self._flags = self.member @ self.size_classes.flags.T
@@ -308,10 +308,10 @@ class Downsets:
     def memory(self, stages: _Stages, sizes: Ints, degree: int) -> tuple[Floats, Floats]:
         """Return what a rank of each stage needs without what is in flight, and what a micro-batch keeps."""
         local = sizes / degree
-        inputs = (
+        inputs = [
             reads * num_bytes / (degree if is_shared_out else 1)
             for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True)
-        )
+        ]
         saved, transient = stages.saved[0] * local + stages.saved[1], stages.transient * local
         peak = self.costs.peak_bytes(stages.held, saved, 0, degree=degree, transient=transient, inputs=inputs)
         return peak, saved

@@ -233,6 +233,9 @@ class CostModel:
             ([self.index[name] for name in entry.blocks], float(entry.bytes), entry.is_shared_out)
             for entry in profile.inputs
         ]
+        self.reader_flags = [
+            np.isin(np.arange(len(self.index)), rows).astype(float) for rows, _, _ in self.inputs
+        ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float, Kinds], tuple[float, float]] = {}
 
@@ -385,17 +388,15 @@ class CostModel:
             second += both * (1.0 - cost.input_share)
         return first, second
 
-    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats:
+    def input_bytes_of(self, counts: Sequence[Floats], degree: int) -> Floats:
         """Return what a rank holds of the mini-batch, for many stages at once.
 
         Args:
-            count: returns by stage the sum of values [block] over its blocks.
+            counts: by input of the mini-batch, by stage, how many of its blocks read it (`reader_flags`).
         """
         held: Floats = np.zeros(())
-        for readers, num_bytes, is_shared_out in self.inputs:
-            flags = np.zeros(len(self.index))
-            flags[readers] = 1.0
-            held = held + np.where(count(flags) > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
+        for count, (_, num_bytes, is_shared_out) in zip(counts, self.inputs, strict=True):
+            held = held + np.where(count > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
         return held
 
     def num_reductions(self, num_micro_batches: int) -> float:

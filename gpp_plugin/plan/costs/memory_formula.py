@@ -52,7 +52,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import under_way_bytes
@@ -343,6 +343,22 @@ def messages_held(plan: PipelinePlan) -> list[int]:
     return found
 
 
+def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
+    """Return the plan with the specs of its edges' tensors and the gradient bytes of its stages.
+
+    Args:
+        graph, profile: those the plan was made for.
+    """
+    costs = {
+        tensor: sharded_profile(profile, graph, tensor).by_block()
+        for tensor in {stage.tensor for stage in plan.stages}
+    }
+    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
+    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
+    plan = plan.with_each(gradient_bytes=gradients)
+    return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
+
+
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds.
 
@@ -350,7 +366,7 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """
     parts = _parts_of(plan, request)
     sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
-    limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
+    limits = [min(request.rank_limits[rank] for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
     return dataclasses.replace(plan.with_each(sharded_bytes=sharded), memory=memory)
 
@@ -371,7 +387,7 @@ def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], Pip
             return plan
         taken += over
         ranks = {rank for stage in plan.stages for rank in stage.ranks}
-        limit = min(rank_limit(request, rank) for rank in ranks) - taken
+        limit = min(request.rank_limits[rank] for rank in ranks) - taken
         try:
             plan = make(dataclasses.replace(request, memory_limit_bytes=limit))
         except PlanInfeasible:
@@ -389,7 +405,7 @@ def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
     found = 0
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
-        over = own.total + own.messages - rank_limit(request, rank)
+        over = own.total + own.messages - request.rank_limits[rank]
         # a rank that exceeds it without messages is an explicit plan, and is for the validator
         found = max(found, over if over <= own.messages else 0)
     return found

@@ -628,6 +628,9 @@ class SearchTrees:
         self.graph, self.costs, self.report = graph, costs, report
         numbers = {block.name: i for i, block in enumerate(graph.blocks)}
         dependencies = nx.relabel_nodes(graph.dependencies(), numbers)
+        self.is_chain = all(
+            dependencies.in_degree(node) <= 1 and dependencies.out_degree(node) <= 1 for node in dependencies
+        )
         self._component = decompose(dependencies)
         self._longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
         self._trees: dict[object, SearchTree] = {}

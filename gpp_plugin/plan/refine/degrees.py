@@ -26,7 +26,7 @@ from gpp_plugin.plan.costs.cost_model import (
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
-from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest
 
 
 class Option(NamedTuple):
@@ -85,7 +85,7 @@ class DegreeChooser:
     ) -> None:
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.sets = BlockSets(costs) if sets is None else sets
-        self.limits = [rank_limit(request, rank) for rank in range(request.num_ranks)]
+        self.limits = [request.rank_limits[rank] for rank in range(request.num_ranks)]
         self._limit = max(self.limits)
         self._coupled = self.sets.mask_of(sorted(rules.coupled))
         self._fixed = {

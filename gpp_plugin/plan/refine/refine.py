@@ -178,7 +178,7 @@ class Refiner:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
         if self.fitter is not None:
             plan = self.fitter.estimated(plan)
-        self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        self.budget -= OVERHEAD + 2 * sum(plan.mini_batch // draft.micro_batch_size for draft in drafts)
         times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
         excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
         us = estimate_plan_us(plan, self.costs)

@@ -39,11 +39,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.make import (
-    StageDraft,
-    build_plan,
-    complete_plan,
-)
+from gpp_plugin.plan.costs.memory_formula import complete_plan
+from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.block_sets import (
     FEW_BLOCKS,
     Partitioner,

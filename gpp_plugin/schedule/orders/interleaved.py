@@ -51,9 +51,9 @@ from gpp_plugin.ir.plan import PipelinePlan, on_own_ranks, sends_gradients, stag
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.checks.order_check import has_backwards
+from gpp_plugin.schedule.checks.order_check import check_shared_rows, has_backwards
 from gpp_plugin.schedule.event_loop import Transfers, nominal_durations, nominal_times, run_task_graph
-from gpp_plugin.schedule.shared_ranks import SLACK, Network, check_shared_rows
+from gpp_plugin.schedule.shared_ranks import SLACK, Network
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 

@@ -19,11 +19,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, element_bytes
+from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, element_bytes
 from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.costs.long_context import LayerShape
-from gpp_plugin.plan.costs.memory_formula import adam_bytes, with_inputs
+from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import planned_profile
 
 if TYPE_CHECKING:  # names and library models are planned without torch

@@ -56,7 +56,7 @@ from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference
-from gpp_plugin.schedule.orders.in_flight import with_schedule
+from gpp_plugin.schedule.build import with_schedule
 
 logger = logging.getLogger(__name__)
 

@@ -213,10 +213,10 @@ def longest_text(model: Any) -> int | None:
         for leaf, table in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
             if not _POSITION_TABLE.search(f"{name}.{leaf}") or table.ndim < 2:
                 continue
-            first = getattr(module, "padding_idx", None)
+            padding = getattr(module, "padding_idx", None)
             for count in counts & set(range(table.shape[0] - 2, table.shape[0] + 1)):
-                is_shifted = first is not None and count == table.shape[0]
-                found.append(count - first - 1 if is_shifted else count)
+                skipped = 0 if padding is None or count < table.shape[0] else padding + 1
+                found.append(count - skipped)
     return min(found, default=None)
 
 

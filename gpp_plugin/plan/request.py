@@ -417,7 +417,7 @@ class BatchRules:
             a tensor with one value a unit, and all others where the request keeps units.
         fixed: block -> micro-batch size of its stage, as the user wants it.
         smallest_local: fewest samples one rank may compute at a time.
-        wishes: sizes worth trying for all other stages that are not coupled, increasing; the user's alone, if any.
+        sizes_to_try: those worth it for all other stages that are not coupled, increasing; the user's alone, if any.
         degrees: data-parallel degrees that can divide a micro-batch, increasing.
         grids: these degrees with tensor sizes that the ranks are enough for, fewest ranks first.
     """
@@ -427,7 +427,7 @@ class BatchRules:
     data_parallel: int | None
     coupled: frozenset[str]
     fixed: dict[str, int]
-    wishes: list[int]
+    sizes_to_try: list[int]
     degrees: list[int]
     grids: list[tuple[int, int]]
     smallest_local: int = 1
@@ -449,8 +449,12 @@ class BatchRules:
     def sizes(self, blocks: Iterable[str], degree: int) -> list[int]:
         """Return the micro-batch sizes that a stage of these blocks may have on so many ranks, increasing."""
         names = list(blocks)
-        found = {self.micro_batch_size(names, degree, wish) for wish in self.wishes}
+        found = {self.micro_batch_size(names, degree, wish) for wish in self.sizes_to_try}
         return sorted(size for size in found if size is not None)
+
+    def wishes(self) -> list[int]:
+        """Return `sizes_to_try`, as planners of plugins call it."""
+        return self.sizes_to_try
 
     def size_of(self, fixed: int | None, is_coupled: bool, degree: int, wish: int) -> int | None:
         """Return the micro-batch size of a stage whose blocks are fixed to one (None: to none), and coupled or not."""
@@ -491,7 +495,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
         data_parallel=request.data_parallel,
         coupled=coupled,
         fixed=fixed,
-        wishes=_sizes_to_try(request) if universal is None else [universal],
+        sizes_to_try=_sizes_to_try(request) if universal is None else [universal],
         degrees=degrees,
         grids=sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])),
         smallest_local=request.smallest_local_batch,

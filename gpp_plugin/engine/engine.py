@@ -325,7 +325,6 @@ class GraphPipelineEngine(PipelineSurface):
             sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
-        stages.note_gradients = self._memory.note_gradients
         is_alone = self._rank_runner.policy.steps_alone
         self._rank_runner.bind(
             modules,
@@ -410,7 +409,7 @@ class GraphPipelineEngine(PipelineSurface):
         # Nothing is sent before it is certain that this rank can continue, has an optimizer, and received data.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
-        self.rank_engine.stages[0].updater.require()
+        self.rank_engine.refuse_without_optimizer()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
         counters = self.rank_engine.counters

@@ -424,6 +424,7 @@ class BatchRules:
 
     mini_batch: int
     loss_unit: int
+    num_ranks: int
     data_parallel: int | None
     coupled: frozenset[str]
     fixed: dict[str, int]
@@ -492,6 +493,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     return BatchRules(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
+        num_ranks=request.num_ranks,
         data_parallel=request.data_parallel,
         coupled=coupled,
         fixed=fixed,
@@ -580,7 +582,8 @@ def _module_paths(graph: BlockGraph) -> list[str]:
 # Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
 # to none. Each such class has one size a degree.
 
-Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class SizeClasses:

@@ -110,6 +110,23 @@ EXPORT_TIMEOUT_S = 600.0
     "gather_state_dict",
     "destroy",
 )
+def _sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
+    """Return one unit of a sample batch, as the plan is made for it.
+
+    Raises:
+        ConfigError: its entries do not say how many samples it holds, and samples are counted.
+    """
+    unit, is_whole = setting.sizes.loss_unit, False
+    if config.units is None:  # what has no count of samples is refused when it is known why
+        check_count(batch, sizes=(unit, setting.sizes.mini_batch))
+    elif is_counted(batch):
+        # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+        is_whole = count_samples(batch) != unit and not is_clearly_counted(batch)
+        batch = batch if is_whole else resize_batch(batch, unit)
+    (batch,) = source.complete_batches([batch])
+    return as_unit(batch, unit) if is_whole else batch
+
+
 class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 
@@ -156,17 +173,7 @@ class GraphPipelineEngine(PipelineSurface):
         find_transport(config.p2p).check(str(setting.device))
         check_backends_installed(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
-        # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
-        unit, is_whole = setting.sizes.loss_unit, False
-        if config.units is None:
-            check_count(sample_batch, sizes=(unit, setting.sizes.mini_batch))
-        user_batch = sample_batch
-        if config.units is not None and is_counted(sample_batch):
-            # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
-            is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
-            sample_batch = sample_batch if is_whole else resize_batch(sample_batch, unit)
-        (sample_batch,) = source.complete_batches([sample_batch])
-        sample_batch = as_unit(sample_batch, unit) if is_whole else sample_batch
+        user_batch, sample_batch = sample_batch, _sample_unit(sample_batch, source, config, setting)
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:

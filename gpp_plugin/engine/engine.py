@@ -96,20 +96,6 @@ EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
 
-@watched_calls(
-    "train_batch",
-    "eval_batch",
-    "flush",
-    "memory_report",
-    "generate",
-    "cache_report",
-    "save_checkpoint",
-    "load_checkpoint",
-    "resume",
-    "save_pretrained",
-    "gather_state_dict",
-    "destroy",
-)
 def _sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
     """Return one unit of a sample batch, as the plan is made for it.
 
@@ -127,6 +113,20 @@ def _sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig,
     return as_unit(batch, unit) if is_whole else batch
 
 
+@watched_calls(
+    "train_batch",
+    "eval_batch",
+    "flush",
+    "memory_report",
+    "generate",
+    "cache_report",
+    "save_checkpoint",
+    "load_checkpoint",
+    "resume",
+    "save_pretrained",
+    "gather_state_dict",
+    "destroy",
+)
 class GraphPipelineEngine(PipelineSurface):
     """Trains a model as a graph of pipeline stages; made by `deepspeed.initialize`.
 

@@ -27,8 +27,11 @@ class Gradients:
 
     def __init__(self, value: float, unknown: Sequence[float] = ()) -> None:
         self.parameters: dict[str, Any] = {"own": None, "tie": None}
+        self.resting = frozenset[str]()
         self.value, self.flags, self.log, self.learnt = value, list(unknown), [], list[float]()
         self.num_cleared = 0
+
+    def get(self, name: str) -> None: ...
 
     def accumulate(self) -> None:
         self.log.append("accumulate")
@@ -79,7 +82,8 @@ class Updater:
     def adopt_written(self) -> None:
         self.num_adopted += 1
 
-    def apply(self, gradients: Any, *, coefficient: float) -> None:
+    def apply(self, gradients: Any, *, coefficient: float, resting: Any) -> None:
+        assert gradients == {"own": None, "tie": None} and not resting
         self.applied.append(coefficient)
 
     def rates(self) -> tuple[float, ...]:

@@ -41,7 +41,7 @@ from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.report.progress import searching, step
+from gpp_plugin.report.progress import Step, searching, step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
@@ -187,12 +187,16 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     with step("plan") as progress:
         for mode in modes:
             progress.note(mode)
-            with searching(lambda phase, mode=mode: progress.note(f"{mode}, {phase}")):
+            with searching(functools.partial(_note, progress, mode)):
                 rows.append(simulate_mode(mode, request, make_graph))
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
     print(f"\n{format_modes(rows, _SIMULATED)}")
     return rows
+
+
+def _note(progress: Step, mode: str, phase: str) -> None:
+    progress.note(f"{mode}, {phase}")
 
 
 def _request(args: argparse.Namespace) -> PlanRequest:

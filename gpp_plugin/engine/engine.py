@@ -96,6 +96,23 @@ EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
 
+def _sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
+    """Return one unit of a sample batch, as the plan is made for it.
+
+    Raises:
+        ConfigError: its entries do not say how many samples it holds, and samples are counted.
+    """
+    unit, is_whole = setting.sizes.loss_unit, False
+    if config.units is None:  # what has no count of samples is refused when it is known why
+        check_count(batch, sizes=(unit, setting.sizes.mini_batch))
+    elif is_counted(batch):
+        # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+        is_whole = count_samples(batch) != unit and not is_clearly_counted(batch)
+        batch = batch if is_whole else resize_batch(batch, unit)
+    (batch,) = source.complete_batches([batch])
+    return as_unit(batch, unit) if is_whole else batch
+
+
 @watched_calls(
     "train_batch",
     "eval_batch",
@@ -156,17 +173,7 @@ class GraphPipelineEngine(PipelineSurface):
         find_transport(config.p2p).check(str(setting.device))
         check_backends_installed(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
-        # one unit, as the plan is made for it; what has no count of samples is refused when it is known why
-        unit, is_whole = setting.sizes.loss_unit, False
-        if config.units is None:
-            check_count(sample_batch, sizes=(unit, setting.sizes.mini_batch))
-        user_batch = sample_batch
-        if config.units is not None and is_counted(sample_batch):
-            # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
-            is_whole = count_samples(sample_batch) != unit and not is_clearly_counted(sample_batch)
-            sample_batch = sample_batch if is_whole else resize_batch(sample_batch, unit)
-        (sample_batch,) = source.complete_batches([sample_batch])
-        sample_batch = as_unit(sample_batch, unit) if is_whole else sample_batch
+        user_batch, sample_batch = sample_batch, _sample_unit(sample_batch, source, config, setting)
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         if source.is_plain:
@@ -325,7 +332,6 @@ class GraphPipelineEngine(PipelineSurface):
             sized=self._source.sized_plan(reference, plan),
         )
         self._runner = MiniBatchRunner(stages, self._memory, group=setting.group)
-        stages.note_gradients = self._memory.note_gradients
         is_alone = self._rank_runner.policy.steps_alone
         self._rank_runner.bind(
             modules,
@@ -410,7 +416,7 @@ class GraphPipelineEngine(PipelineSurface):
         # Nothing is sent before it is certain that this rank can continue, has an optimizer, and received data.
         start = time.perf_counter()
         self._runner.refuse_after_failure()
-        self.rank_engine.stages[0].updater.require()
+        self.rank_engine.refuse_without_optimizer()
         self.rank_engine.refuse_while_gathered()
         refusal = self._look_at_model()
         counters = self.rank_engine.counters

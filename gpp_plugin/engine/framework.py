@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
@@ -120,8 +120,19 @@ class WeightUpdater(Protocol):
             ConfigError: says what to add.
         """
 
-    def apply(self, gradients: StageGradients, *, coefficient: float) -> None:
-        """Step with ``coefficient`` times the gradients; collective over the stage's ranks where partitioned."""
+    def apply(
+        self,
+        gradients: Mapping[str, Tensor | None] | Sequence[Tensor],
+        *,
+        coefficient: float,
+        resting: Collection[str],
+    ) -> None:
+        """Step with ``coefficient`` times the gradients; collective over the stage's ranks where partitioned.
+
+        Args:
+            gradients: whole ones by name, None where there is none, or this rank's partitions, one for each group.
+            resting: parameters that are left as they are.
+        """
 
     def advance_rates(self) -> None:
         """Advance the learning-rate schedule by one step."""

@@ -21,7 +21,6 @@ from gpp_plugin.capture.tracing.sample_batches import (
     rows_per_sample,
 )
 from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.engine.partitioned_gradients import StageGradients
 from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.errors import BatchRefused
 from gpp_plugin.ir.memory_report import (
@@ -95,7 +94,7 @@ class MemoryWatch:
         self._stages = plan.stages_of_rank(setting.rank)
         self._reads = [frozenset(keys) for keys in reads]
         self._counts: dict[int, MemoryCounts] = {}
-        self._gradients = self._inputs = self._most_bytes = self._messages = 0
+        self._inputs = self._most_bytes = self._messages = 0
         self._has_counted = False
         if setting.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(setting.device)  # profiling and loading are over
@@ -196,11 +195,6 @@ class MemoryWatch:
             while len(self._shortages) > MOST_SHORTAGES:
                 self._shortages.popitem(last=False)
         return found
-
-    def note_gradients(self, gradients: Sequence[StageGradients]) -> None:
-        """Look at the gradients of all stages before the optimizers' step, until they have been seen once."""
-        if not self._has_counted:
-            self._gradients = max(self._gradients, sum(of_stage.held_bytes() for of_stage in gradients))
 
     def compare(
         self, counts: Mapping[int, MemoryCounts], batch: Batch, *, most_bytes: int, message_bytes: int
@@ -333,7 +327,7 @@ class MemoryWatch:
         counts = joined_counts(list(self._counts.values()))
         held = HeldBytes(
             weights=storage_bytes(t for stage in stages.stages for t in stage.weight_tensors()),
-            gradients=self._gradients,
+            gradients=stages.gradient_bytes,
             optimizer=sum(_optimizer_bytes(stage) for stage in stages.stages),
             buffers=self._inputs,
             gathered=stages.whole_bytes.most,

@@ -112,22 +112,6 @@ class OutlierMonitor:
         return found
 
 
-def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
-    """Return what losses add to that of a batch; reads the device once.
-
-    Args:
-        losses: each with the samples that it is of.
-        num_samples: of the whole batch.
-        is_sum: the batch's loss is the sum of all losses; else their mean by samples.
-    """
-    if not losses:
-        return 0.0
-    values = torch.stack([loss.reshape(()) for loss, _ in losses]).tolist()
-    if is_sum:
-        return sum(values)
-    return sum(value * count for value, (_, count) in zip(values, losses, strict=True)) / num_samples
-
-
 class Metrics:
     """Writes losses, learning rates and times as the DeepSpeed configuration says; on rank 0 only.
 

@@ -28,7 +28,6 @@ from torch import Tensor, nn
 from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.memory_watch import MemoryWatch
-from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch, joined_breakdown
@@ -336,6 +335,22 @@ def _check_stages_step_alone(plan: PipelinePlan, reference: Reference) -> None:
 # ---- running them -------------------------------------------------------------------------------------------
 
 
+def share_of_loss(losses: Sequence[tuple[Tensor, int]], num_samples: int, *, is_sum: bool) -> float:
+    """Return what losses add to that of a batch; reads the device once.
+
+    Args:
+        losses: each with the samples that it is of.
+        num_samples: of the whole batch.
+        is_sum: the batch's loss is the sum of all losses; else their mean by samples.
+    """
+    if not losses:
+        return 0.0
+    values = torch.stack([loss.reshape(()) for loss, _ in losses]).tolist()
+    if is_sum:
+        return sum(values)
+    return sum(value * count for value, (_, count) in zip(values, losses, strict=True)) / num_samples
+
+
 def failure_after(step: int, error: BaseException) -> str:
     """Return what ended a job, for whoever calls the engine again; an interrupt has no text of its own."""
     return f"the mini-batch after step {step} failed ({str(error) or type(error).__name__})"
@@ -432,6 +447,7 @@ class MiniBatchRunner:
         if counts and runner.has_peaked:
             most, under_way = result.most_bytes, result.message_bytes
             self._memory.compare(result.memories, batch, most_bytes=most, message_bytes=under_way)
+            self.stages.measures_gradients = False
         return result
 
     @contextmanager

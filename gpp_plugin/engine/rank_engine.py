@@ -342,8 +342,9 @@ class RankEngine:
         self.keeps_gradients = False
         """Whether each step leaves its unscaled gradients in ``gradients``."""
         self.gradients: dict[str, Tensor] | None = None
-        self.note_gradients: Callable[[Sequence[StageGradients]], None] = lambda gradients: None
-        """Is called before each step with the gradients of all stages."""
+        self.measures_gradients = True
+        self.gradient_bytes = 0
+        """Most bytes of all stages' gradients before a step, of the steps that are measured."""
         self._readers = 0
         made: list[StageEngine] = []
 
@@ -462,7 +463,9 @@ class RankEngine:
             RuntimeFailure: gradients were not reduced, or the loss scale cannot sink any further.
             ConfigError: tensor ranks have unlike gradients of what they hold alike; seen at the first step.
         """
-        self.note_gradients([own.gradients for own in self.stages])
+        if self.measures_gradients:
+            held_bytes = sum(own.gradients.held_bytes() for own in self.stages)
+            self.gradient_bytes = max(self.gradient_bytes, held_bytes)
         if self.keeps_gradients:
             is_alone = stage is not None and isinstance(self._rule, StepAlone)
             found = dict(self.gradients or {}) if is_alone else {}
@@ -503,6 +506,14 @@ class RankEngine:
                 yield
         finally:
             self._readers -= 1
+
+    def refuse_without_optimizer(self) -> None:
+        """Refuse to train where the job has no optimizer.
+
+        Raises:
+            ConfigError: says what to add.
+        """
+        self.stages[0].updater.require()
 
     def refuse_while_gathered(self) -> None:
         """Refuse a mini-batch within `gathered`, on all ranks alike: also on those that hold all their weights.

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.engine.metrics import Metrics, share_of_loss
-from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner
+from gpp_plugin.engine.metrics import Metrics
+from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure

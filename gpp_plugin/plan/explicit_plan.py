@@ -214,7 +214,7 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
             dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
             for draft, stage in zip(drafts, stages, strict=True)
         ]
-        for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.wishes)
+        for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.sizes_to_try)
         if drafts is not None
     ]
     if not candidates:
@@ -286,7 +286,7 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
         PlanInfeasible: always.
     """
     for stage in stages:
-        if any(rules.micro_batch_size(stage.blocks, stage.degree, wish) for wish in rules.wishes):
+        if any(rules.micro_batch_size(stage.blocks, stage.degree, wish) for wish in rules.sizes_to_try):
             continue
         unit = rules.loss_unit * stage.degree
         why = (
@@ -342,11 +342,11 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     degrees = _explicit_degrees(stages, request.num_ranks)
     listed = [degree for degree in degrees if degree is not None]
     if len(listed) == len(degrees):
-        candidates = [make_drafts(rules, groups, listed, w) for w in rules.wishes]
+        candidates = [make_drafts(rules, groups, listed, w) for w in rules.sizes_to_try]
     elif listed:
         raise PlanError("plan: give ranks or devices for every stage or for none")
     else:
-        candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.wishes]
+        candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.sizes_to_try]
     drafts = [
         [
             dataclasses.replace(
@@ -588,7 +588,7 @@ def _explain(
     for stage, group, degree in zip(stages, groups, degrees, strict=True):
         if degree is None:
             continue
-        if not any(rules.micro_batch_size(group, degree, wish) for wish in rules.wishes):
+        if not any(rules.micro_batch_size(group, degree, wish) for wish in rules.sizes_to_try):
             label = stage.get("name", group[0])
             coupled = sorted(set(group) & rules.coupled)
             why = (

@@ -209,7 +209,7 @@ def ranked_partitions(
     """Yield partitions that suit the ranks in their order, and their micro-batch sizes; those likely to win first."""
     found: list[tuple[float, Groups, int]] = []
     chain = _RankedChain(request, costs, rules)
-    for wish in rules.wishes:
+    for wish in rules.sizes_to_try:
         for num_stages, slowest_us, groups in chain.partitions(wish):
             us = full_pipeline_us(request.mini_batch, wish, num_stages, slowest_us)
             found.append((us, groups, wish))

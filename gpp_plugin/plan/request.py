@@ -417,17 +417,18 @@ class BatchRules:
             a tensor with one value a unit, and all others where the request keeps units.
         fixed: block -> micro-batch size of its stage, as the user wants it.
         smallest_local: fewest samples one rank may compute at a time.
-        wishes: sizes worth trying for all other stages that are not coupled, increasing; the user's alone, if any.
+        sizes_to_try: those worth it for all other stages that are not coupled, increasing; the user's alone, if any.
         degrees: data-parallel degrees that can divide a micro-batch, increasing.
         grids: these degrees with tensor sizes that the ranks are enough for, fewest ranks first.
     """
 
     mini_batch: int
     loss_unit: int
+    num_ranks: int
     data_parallel: int | None
     coupled: frozenset[str]
     fixed: dict[str, int]
-    wishes: list[int]
+    sizes_to_try: list[int]
     degrees: list[int]
     grids: list[tuple[int, int]]
     smallest_local: int = 1
@@ -449,8 +450,12 @@ class BatchRules:
     def sizes(self, blocks: Iterable[str], degree: int) -> list[int]:
         """Return the micro-batch sizes that a stage of these blocks may have on so many ranks, increasing."""
         names = list(blocks)
-        found = {self.micro_batch_size(names, degree, wish) for wish in self.wishes}
+        found = {self.micro_batch_size(names, degree, wish) for wish in self.sizes_to_try}
         return sorted(size for size in found if size is not None)
+
+    def wishes(self) -> list[int]:
+        """Return `sizes_to_try`, as planners of plugins call it."""
+        return self.sizes_to_try
 
     def size_of(self, fixed: int | None, is_coupled: bool, degree: int, wish: int) -> int | None:
         """Return the micro-batch size of a stage whose blocks are fixed to one (None: to none), and coupled or not."""
@@ -488,10 +493,11 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     return BatchRules(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
+        num_ranks=request.num_ranks,
         data_parallel=request.data_parallel,
         coupled=coupled,
         fixed=fixed,
-        wishes=_sizes_to_try(request) if universal is None else [universal],
+        sizes_to_try=_sizes_to_try(request) if universal is None else [universal],
         degrees=degrees,
         grids=sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])),
         smallest_local=request.smallest_local_batch,
@@ -576,7 +582,8 @@ def _module_paths(graph: BlockGraph) -> list[str]:
 # Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
 # to none. Each such class has one size a degree.
 
-Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 class SizeClasses:

@@ -176,7 +176,7 @@ def explain_infeasible(
     shared_out = (
         choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
         for groups in found
-        for wish in rules.wishes
+        for wish in rules.sizes_to_try
     )
     for drafts in itertools.chain(tried, shared_out):
         if drafts is None:
@@ -248,7 +248,7 @@ def _rank_problem(
             cluster=dataclasses.replace(request.cluster, devices=devices),
         )
         chooser = DegreeChooser(other, costs, batch_rules(other))
-        wishes = chooser.rules.wishes
+        wishes = chooser.rules.sizes_to_try
         partitions = [[chooser.sets.mask_of(group) for group in groups] for groups in groupings]
         if any(chooser.choose(m, w, ignore_memory=True) is not None for m in partitions for w in wishes):
             tried += 1

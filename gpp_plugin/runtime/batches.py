@@ -32,6 +32,7 @@ from torch import Tensor
 from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import (
     WholeUnit,
+    check_batch,
     count_samples,
     is_counted,
     is_padded,
@@ -49,12 +50,11 @@ ChooseOrder = Callable[[Sequence[Mapping[str, int]]], Sequence[int]]
 """From the units of a mini-batch, each by the elements of its entries, to which unit is run at each place."""
 
 
-def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) -> dict[str, Any]:
+def collect_mini_batch(batches: Iterable[Batch], mini_batch: int) -> dict[str, Any]:
     """Take batches until they hold ``mini_batch`` samples and join them.
 
     Args:
         batches: an iterator; only as many batches as needed are taken from it.
-        count: function from a batch to its number of samples.
 
     Raises:
         StopIteration: the iterator ended before the first batch.
@@ -62,13 +62,13 @@ def collect_mini_batch(batches: Iterable[Batch], mini_batch: int, count: Any) ->
     """
     iterator = iter(batches)
     taken: list[Batch] = [check_batch(next(iterator))]
-    total = count(taken[0])
+    total = count_samples(taken[0])
     while total < mini_batch:
         taken.append(_following(iterator, f"{total} of train_batch_size={mini_batch} samples; {_REPEAT}"))
-        total += count(taken[-1])
+        total += count_samples(taken[-1])
     if total != mini_batch:
         raise ConfigError(
-            f"the data iterator's batches hold {[count(b) for b in taken]} samples, which do not sum to "
+            f"the data iterator's batches hold {[count_samples(b) for b in taken]} samples, which do not sum to "
             f"train_batch_size={mini_batch}; choose a loader batch size that divides it"
         )
     return join_batches(taken)
@@ -101,22 +101,6 @@ def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
     while len(units) < count:
         units.append(_following(iterator, f"{len(units)} of graph_pipeline.units={count} items; {_REPEAT}"))
     return units
-
-
-def check_batch(batch: Any) -> Batch:
-    """Return ``batch`` if it is a dict with at least one tensor.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not isinstance(batch, Mapping):
-        raise ConfigError(
-            f"a batch is a {type(batch).__name__}; give dicts of tensors keyed by the model's argument names, "
-            "as HuggingFace collators make them"
-        )
-    if not any(isinstance(value, Tensor) for value in batch.values()):
-        raise ConfigError(f"a batch has no tensors, only {sorted(batch)}; give the model's inputs as tensors")
-    return batch
 
 
 def join_batches(batches: Sequence[Batch]) -> dict[str, Any]:

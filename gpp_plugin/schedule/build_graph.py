@@ -482,6 +482,7 @@ def _empty_part(
         micro_batch=[full.micro_batch[node] for node in nodes] + [-1] * len(owners),
         kind=[full.kind[node] for node in nodes] + [TaskKind.FORWARD] * len(owners),
         half=[full.half[node] for node in nodes] + [None] * len(owners),
+        trained=full.trained,
         num_ends=len(owners),
         **fields,
     )

@@ -91,6 +91,9 @@ class StepPolicy:
         drains: last program -> the program that empties the pipeline; without one, what is carried can be dropped.
         renumbered: (program, next program) between which a mini-batch ends: numbers count from the new one.
         steps_alone: a stage steps after each of its micro-batches; else all stages together, once a mini-batch.
+
+    Attributes:
+        can_prefetch: a call makes use of the next mini-batch.
     """
 
     calls: Mapping[tuple[str, bool], tuple[str, ...]]
@@ -98,11 +101,10 @@ class StepPolicy:
     drains: Mapping[str, str] = dataclasses.field(default_factory=dict)
     renumbered: frozenset[tuple[str, str]] = frozenset()
     steps_alone: bool = False
+    can_prefetch: bool = dataclasses.field(init=False)
 
-    @property
-    def can_prefetch(self) -> bool:
-        """Return whether a call makes use of the next mini-batch."""
-        return any(is_known for _, is_known in self.calls)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "can_prefetch", any(is_known for _, is_known in self.calls))
 
     def after(self, name: str) -> str:
         """Return what the last program is once ``name`` was run: itself, or `EMPTY` where it leaves nothing."""

@@ -59,7 +59,7 @@ class PlainOptimizer:
         self.optimizer = torch.optim.SGD(stepped, lr=RATE)
         self.counted: tuple[int, int] = (0, 0)
 
-    def apply(self, gradients: Any, *, coefficient: float) -> None:
+    def apply(self, gradients: Any, *, coefficient: float, resting: Any) -> None:
         for name, parameter in self.trained.items():
             gradient = gradients.get(name)
             parameter.grad = None if gradient is None else gradient * coefficient

@@ -161,10 +161,10 @@ def test_a_rank_s_buffers_and_optimizer_are_counted_once_each() -> None:
     ):
         watch = watch_of(plan=plan, reads=[["ids", "table"]], collectives=collectives, is_sized=False)
         watch.compare({}, batch, most_bytes=1000, message_bytes=9)
-        engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7))
+        engine: Any = SimpleNamespace(stages=[stage], whole_bytes=SimpleNamespace(most=7), gradient_bytes=5)
         (rank,) = watch.report(engine).ranks
         assert (rank.held.buffers, rank.held.weights, rank.held.optimizer) == (read, 32, 24)
-        assert (rank.held.gathered, rank.held.messages) == (7, 9)
+        assert (rank.held.gathered, rank.held.messages, rank.held.gradients) == (7, 9, 5)
         assert rank.measured_peak_bytes == rank.held.total + 1000
 
 

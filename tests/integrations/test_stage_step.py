@@ -15,7 +15,7 @@ from torch import Tensor
 from gpp_plugin.engine import stage_step
 from gpp_plugin.engine.framework import StepCounters
 from gpp_plugin.engine.gradient_store import Summand
-from gpp_plugin.engine.metrics import share_of_loss
+from gpp_plugin.engine.mini_batch_runner import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_groups import TiedParameter
 from gpp_plugin.engine.stage_step import RankUpdate, StageUpdate, StepAlone, StepTogether
@@ -27,8 +27,11 @@ class Gradients:
 
     def __init__(self, value: float, unknown: Sequence[float] = ()) -> None:
         self.parameters: dict[str, Any] = {"own": None, "tie": None}
+        self.resting = frozenset[str]()
         self.value, self.flags, self.log, self.learnt = value, list(unknown), [], list[float]()
         self.num_cleared = 0
+
+    def get(self, name: str) -> None: ...
 
     def accumulate(self) -> None:
         self.log.append("accumulate")
@@ -79,7 +82,8 @@ class Updater:
     def adopt_written(self) -> None:
         self.num_adopted += 1
 
-    def apply(self, gradients: Any, *, coefficient: float) -> None:
+    def apply(self, gradients: Any, *, coefficient: float, resting: Any) -> None:
+        assert gradients == {"own": None, "tie": None} and not resting
         self.applied.append(coefficient)
 
     def rates(self) -> tuple[float, ...]:
@@ -255,18 +259,18 @@ def test_the_loss_of_a_batch_is_a_mean_by_samples_or_a_sum() -> None:
 def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
     """Mode async: each stage of a rank steps by itself; asked for are those of the whole rank."""
 
+    held = iter([30, 4] + [20, 4] * 3)
+
     def stage(index: int, name: str) -> Any:
         return SimpleNamespace(
-            stage_index=index, gradients=f"{name}'s", full_gradients=lambda: {name: torch.ones(1)}
+            stage_index=index,
+            gradients=SimpleNamespace(held_bytes=lambda: next(held)),
+            full_gradients=lambda: {name: torch.ones(1)},
         )
 
-    noted: list[list[Any]] = []
     rank = RankEngine.__new__(RankEngine)
-    rank.stages, rank.gradients, rank.note_gradients = (
-        (stage(0, "first"), stage(2, "second")),
-        None,
-        noted.append,
-    )
+    rank.stages, rank.gradients = (stage(0, "first"), stage(2, "second")), None
+    rank.measures_gradients, rank.gradient_bytes = True, 0
     rank._rule = mock.create_autospec(StepAlone, instance=True)
     rank._rule.step.side_effect = lambda stage: f"{stage} stepped"  # type: ignore[attr-defined]
     for keeps, kept in ((False, None), (True, {"first", "second"})):
@@ -275,6 +279,7 @@ def test_gradients_are_kept_of_all_stages_that_stepped_alone() -> None:
         assert (rank.gradients and set(rank.gradients)) == kept
     rank._rule = mock.create_autospec(StepTogether, instance=True)
     rank.gradients = {"old": torch.ones(1)}
+    rank.measures_gradients = False
     rank.step()
     assert set(rank.gradients) == {"first", "second"}, "all, of this step alone"
-    assert noted == [["first's", "second's"]] * 5, "all that the rank holds, before each step"
+    assert rank.gradient_bytes == 34 and next(held, None) is None, "the most of all stages, of measured steps"

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.framework import StageReplica
-from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_groups import StageGroups, TiedParameter
 from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights
@@ -113,12 +112,9 @@ class ZeroOptimizer(PlainOptimizer):
         self.flat_weights, self.publish_to = self._masters.flat_weights, self._masters.publish_to
         self.places = self._masters.places
 
-    def apply(self, gradients: Any, *, coefficient: float) -> None:
-        assert isinstance(gradients, PartitionedGradients)
+    def apply(self, gradients: Any, *, coefficient: float, resting: Any) -> None:
         with _deepspeed_on_a_tape():
-            self._masters.step_partitions(
-                gradients.partitions, coefficient=coefficient, resting=gradients.resting
-            )
+            self._masters.step_partitions(gradients, coefficient=coefficient, resting=resting)
 
     def pieces(self, foreign: Collection[str]) -> OptimizerPieces:
         return self._masters.pieces(foreign, group_numbers=[0])

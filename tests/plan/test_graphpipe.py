@@ -194,7 +194,7 @@ def make(seed: int) -> tuple[StageSearch, int]:
     request = random_request(rng, graph, ranks=rng.randint(3, 7), is_tight=seed % 2 == 1)
     costs, rules = costs_of(request), batch_rules(request)
     root = build_series(request.graph, costs, rules, decompose(nx.DiGraph(graph)))
-    return make_search(request, costs, rules, root, rules.wishes[0], len(graph)), request.num_ranks
+    return make_search(request, costs, rules, root, rules.sizes_to_try[0], len(graph)), request.num_ranks
 
 
 @pytest.mark.parametrize("seed", [*range(8), 36])  # 36: a join's stage takes part of a branch

@@ -405,3 +405,19 @@ def cut_records(fields: RecordKeys, tensors: Sequence[Tensor]) -> list[Any]:
     if fields.is_bare:
         return columns[0]
     return [dict(zip(fields.keys, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def check_batch(batch: Any) -> Mapping[str, Any]:
+    """Return ``batch`` if it is a dict with at least one tensor.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(batch, Mapping):
+        raise ConfigError(
+            f"a batch is a {type(batch).__name__}; give dicts of tensors keyed by the model's argument names, "
+            "as HuggingFace collators make them"
+        )
+    if not any(isinstance(value, Tensor) for value in batch.values()):
+        raise ConfigError(f"a batch has no tensors, only {sorted(batch)}; give the model's inputs as tensors")
+    return batch

@@ -17,7 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, is_counted, likely_counts
+from gpp_plugin.capture.tracing.sample_batches import (
+    WholeUnit,
+    check_batch,
+    count_samples,
+    is_counted,
+    likely_counts,
+)
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.training_steps import different_data
 from gpp_plugin.errors import ConfigError, RuntimeFailure
@@ -31,7 +37,6 @@ from gpp_plugin.runtime.batches import (
     UnitRule,
     arrange_units,
     batch_checksum,
-    check_batch,
     collect_mini_batch,
     collect_units,
     collect_whole_units,
@@ -272,7 +277,7 @@ class BatchSource:
             units = self.complete(taken)
             units = [own_inputs(unit, self.keys, self.inputs) for unit in units]
             return self._with_readings(arrange_units(units, self.order))
-        (batch,) = self.complete([collect_mini_batch(prepared, self._mini_batch, count_samples)])
+        (batch,) = self.complete([collect_mini_batch(prepared, self._mini_batch)])
         check_keys(batch, self.keys)
         return batch
 

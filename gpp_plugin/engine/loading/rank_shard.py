@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
 from gpp_plugin.capture.mask_values import inputs_of_ones
-from gpp_plugin.capture.tracing.sample_batches import count_samples, rows_per_sample
+from gpp_plugin.capture.tracing.sample_batches import check_batch, rows_per_sample
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
@@ -37,7 +37,6 @@ from gpp_plugin.runtime.batches import (
     UnitBatch,
     arrange_units,
     batch_checksum,
-    check_batch,
     collect_mini_batch,
     mini_batch_shapes,
 )
@@ -363,7 +362,7 @@ class ShareReader:
         return self.share.cut(batch, checksum=batch_checksum(batch))
 
     def _whole(self, items: list[Any]) -> dict[str, Any]:
-        return collect_mini_batch([self._make(items)], self.share.mini_batch, count_samples)
+        return collect_mini_batch([self._make(items)], self.share.mini_batch)
 
     def _make(self, items: list[Any]) -> dict[str, Any]:
         (batch,) = self.complete([self.prepare((self.collate_fn or default_collate)(items))])

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_kind
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.framework import StageReplica, StepCounters
-from gpp_plugin.engine.gradient_store import GradientStore
-from gpp_plugin.engine.partitioned_gradients import FlatGroup, PartitionedGradients, StageGradients
+from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import NO_OPTIMIZER, StageConfig, derive_stage_config
@@ -157,18 +156,20 @@ class DeepSpeedOptimizer:
         if not self._has_optimizer:
             raise ConfigError(NO_OPTIMIZER)
 
-    def apply(self, gradients: StageGradients, *, coefficient: float) -> None:
+    def apply(
+        self,
+        gradients: Mapping[str, Tensor | None] | Sequence[Tensor],
+        *,
+        coefficient: float,
+        resting: Collection[str],
+    ) -> None:
         """Step the masters with ``coefficient`` times the gradients and publish them to the parameters."""
         # Partitions lie as DeepSpeed's masters do, so that they are stepped as they are; whole gradients are cut up by
         # the masters' fragments.
-        if isinstance(gradients, PartitionedGradients):
-            self._masters.step_partitions(
-                gradients.partitions, coefficient=coefficient, resting=gradients.resting
-            )
+        if isinstance(gradients, Mapping):
+            self._masters.step(gradients, coefficient=coefficient, resting=resting)
         else:
-            assert isinstance(gradients, GradientStore)
-            held = {name: gradients.get(name) for name in gradients.parameters}
-            self._masters.step(held, coefficient=coefficient, resting=gradients.resting)
+            self._masters.step_partitions(gradients, coefficient=coefficient, resting=resting)
 
     def advance_rates(self) -> None:
         """Advance the learning-rate schedule by one step."""

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from gpp_plugin.capture.tracing.sample_batches import pad_records
+from gpp_plugin.capture.tracing.sample_batches import check_batch, pad_records
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.model_inputs import prepared_inputs
-from gpp_plugin.runtime.batches import check_batch
 
 # What is written down about one stage, read strictly: names, ranks, counts and axes, refused in one line each.
 

@@ -174,7 +174,7 @@ def chains_of(request: PlanRequest) -> list[ChainCosts]:
     """Return the costs of a request's chain at each micro-batch size worth trying; at least one."""
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     rules = batch_rules(request)
-    return [ChainCosts(request, costs, rules, wish) for wish in rules.wishes]
+    return [ChainCosts(request, costs, rules, wish) for wish in rules.sizes_to_try]
 
 
 def even_stage_counts(request: PlanRequest) -> list[int]:

@@ -158,7 +158,7 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
             f"{MAX_DOWNSETS} downsets (branches multiply); use graphpipe or auto"
         )
     table = Downsets(request, costs, rules, downsets)
-    preferences = (_partitions(table, wish) for wish in rules.wishes)
+    preferences = (_partitions(table, wish) for wish in rules.sizes_to_try)
     plan = best_sequential(request, costs, preferences, planner="piper")
     if plan is None:
         names = [block.name for block in request.graph.blocks]

@@ -446,7 +446,7 @@ class CostModel:
 
     def peak_bytes(
         self,
-        held: Sequence[Any],
+        held: Sequence[Any] | Floats,
         saved: Any,
         in_flight: int,
         *,

@@ -246,7 +246,7 @@ def _with_counts(refiner: Refiner, trees: SearchTrees, counts: Sequence[int] | N
     largest = min(request.num_ranks, len(request.graph.blocks))
     # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
     open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
-    sizes = sorted(rules.wishes, key=lambda size: _lower_bound(request, costs, rules, size))
+    sizes = sorted(rules.sizes_to_try, key=lambda size: _lower_bound(request, costs, rules, size))
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
@@ -311,7 +311,7 @@ def _frontiers(
 ) -> list[Partition]:
     """Return the frontiers of one tree, of partitions that may be as good as a step of ``known_us``."""
     names = [block.name for block in request.graph.blocks]
-    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes}
+    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.sizes_to_try}
     ramp = 1.0 if predict is None else RAMP
     searches: dict[tuple[int, int], StageSearch] = {}
     makers: dict[tuple[int, tuple[int, ...]], TableMaker] = {}

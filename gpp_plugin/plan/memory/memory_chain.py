@@ -286,7 +286,7 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     nearest: tuple[ChainPlan, int] | None = None
     # those that every stage may run, whatever it holds
     names = [*sorted(rules.coupled)[:1], *rules.fixed, request.graph.blocks[0].name]
-    for size in rules.wishes:
+    for size in rules.sizes_to_try:
         if any(rules.micro_batch_size([name], degree, size) != size for name in names):
             continue
         found = factory.best(partition, size / degree, request.mini_batch // size)

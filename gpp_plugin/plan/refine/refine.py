@@ -282,7 +282,7 @@ class Refiner:
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
         quickest_first = sorted(range(len(masks)), key=times.__getitem__)
         yield from self._with_all(at, regroupings(self.sets, masks, slowest_first))
-        wishes = self.rules.wishes
+        wishes = self.rules.sizes_to_try
         place = wishes.index(at.wish) if at.wish in wishes else 0
         near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
         yield from filter(None, (self.with_masks(at.masks, wish, at.slack, at.way) for wish in near))

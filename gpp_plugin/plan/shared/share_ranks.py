@@ -405,7 +405,7 @@ class StartMaker:
 
     def _wishes(self, degree: int) -> list[int]:
         """Return micro-batch sizes of stages of ``degree`` ranks."""
-        return [wish for wish in self._rules.wishes if wish % degree == 0] or self._rules.wishes
+        return [wish for wish in self._rules.sizes_to_try if wish % degree == 0] or self._rules.sizes_to_try
 
     def _load(self, part: Sequence[str]) -> float:
         return self._partitioner.load(self._partitioner.sets.mask_of(part))
@@ -593,7 +593,7 @@ class _Search:
             for size in self._rules.sizes(draft.blocks, draft.degree):
                 if size != draft.micro_batch_size and 0.3 < size / draft.micro_batch_size < 4:
                     yield (*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :])
-        for wish in self._rules.wishes:
+        for wish in self._rules.sizes_to_try:
             changed = []
             for draft in drafts:
                 wished = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)

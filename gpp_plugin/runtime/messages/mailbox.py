@@ -436,7 +436,7 @@ class Mailbox:
         def send() -> None:
             if self._posted < mark:
                 self._post_receives(mark)
-            start = self._recorder.now()
+            start = self._recorder.now() if self._recorder.is_on else 0.0
             pending = post([pack_entry(entry, made) for entry in entries])
             self._sends.append(pending)
             self._sent_bytes.append(num_bytes)
@@ -476,7 +476,7 @@ class Mailbox:
         Raises:
             CommTimeout: it did not come in time.
         """
-        start = self._recorder.now()
+        start = self._recorder.now() if self._recorder.is_on else 0.0
         self._receives[number].wait()
         self._read_bytes += self._sizes[number]
         if self._recorder.is_on:

@@ -221,7 +221,7 @@ def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_spl
     """Sums under way beside what comes back from the host or is made again: no races, and the same numbers."""
     stage, ranks = in_parts(make_stage(name, granularity="layer", start=0.4))
     numbers = []
-    for plan in (None, plan_swap(stage), plan_both(stage, 1), memory_plan(stage, chunks(stage, 1))):
+    for plan in (None, plan_swap(stage), plan_both(stage, 1)):
 
         def work(cuda: FakeCuda, plan: MemoryPlan | None = plan) -> None:
             ranks.group = dist.new_group(None)

@@ -2,7 +2,7 @@
 
 Each rule proves that the operator, on a rank's parts of its operands, yields that rank's part of its result.
 What it reads whole it says (`OperandReads.whole`), and what must be cut for it too (`OperandReads.cut`); of anything
-else it says that it cannot (`NotSharded`).
+else it says that it cannot (`NotSharded`). Sizes among its arguments become those of a part (`sizes_of_part`).
 
 Source: this project
 Tests: tests/capture/test_sharding.py

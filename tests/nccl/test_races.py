@@ -36,7 +36,7 @@ from tests.runtime.memory_stages import (
     plan_both,
     plan_swap,
 )
-from tests.schedule.plans import sharded
+from tests.schedule.plans import on_ranks, sharded, simple_plan, with_all
 from tests.schedule.test_look_ahead import random_frozen_plan
 from tests.tiers import some
 
@@ -221,7 +221,7 @@ def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_spl
     """Sums under way beside what comes back from the host or is made again: no races, and the same numbers."""
     stage, ranks = in_parts(make_stage(name, granularity="layer", start=0.4))
     numbers = []
-    for plan in (None, plan_swap(stage), plan_both(stage, 1), memory_plan(stage, chunks(stage, 1))):
+    for plan in (None, plan_swap(stage), plan_both(stage, 1)):
 
         def work(cuda: FakeCuda, plan: MemoryPlan | None = plan) -> None:
             ranks.group = dist.new_group(None)
@@ -292,17 +292,23 @@ def test_random_graphs_that_compute(first: int, tell: Tell) -> None:
 
 
 def others_that_compute() -> list[tuple[str, Run]]:
-    """Return prefetch of a frozen branch, units of unlike shapes, several edges between two ranks, windows, shared ranks."""
+    """Return what plans of the tests lack.
+
+    Prefetch of a frozen branch, units of unlike shapes, several edges between two ranks, windows, shared ranks, and grids
+    of data x tensor ranks, whose sums are under way side by side.
+    """
     rng = random.Random(1)
     window, branch = (
         kept_draw(seed, mode, most_stages=6, most_ranks=4, shares_ranks=True)
         for seed, mode in ((4, "async"), (1, "look_ahead"))
     )
+    grids = on_ranks(simple_plan([4, 4], [(0, 1)], mini_batch=8), (0, 1, 2, 3), (4, 5, 6, 7))
     units = [with_units(run) for _, run in some(read_plans(), every=60) if run.plan.mode == "sync"]
     return [
         ("frozen branch", ahead(with_family(random_frozen_plan(rng), FAMILIES[1], rng))),
         ("many edges", everything(with_more_edges(3000))),
         ("windows", Run(plan=window.plan, forward_only=window.forward_only, steps=2)),
+        ("grids", everything(Run(plan=with_all(grids, tensor=2)))),
         ("prefetch", Run(plan=branch.plan, forward_only=branch.forward_only, prefetches=True, evaluate=True)),
         *((f"units {n}", run) for n, run in enumerate(units) if run is not None),
     ]

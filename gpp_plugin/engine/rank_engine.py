@@ -46,8 +46,9 @@ from gpp_plugin.engine.stage_step import (
     StepTogether,
     TiedSums,
 )
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.runtime.ranks.collectives import exchange
 
 
@@ -290,6 +291,17 @@ class StageEngine:
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
         return {**self.updater.shared_state(), "counters": dataclasses.asdict(self.counters)}
+
+    def check_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
+        """Refuse what `load_shared_state` could not restore; nothing changes.
+
+        Raises:
+            GppError: says what is wrong.
+        """
+        if state["counters"].keys() != dataclasses.asdict(self.counters).keys():
+            raise CheckpointError(f"counters {sorted(state['counters'])} are others than this release's")
+        from_plain(StepCounters, state["counters"], root="engine.counters")
+        self.updater.check_shared_state(state, load_scheduler=load_scheduler)
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""

@@ -92,7 +92,9 @@ class WholeState:
         for names, options in self.groups:
             check_like({"lr": 0.0, "betas": (0.0, 0.0)}, options, f"options of {names[:1]}", file=file)
             if unknown := [name for name in names if name not in self.weights]:
-                raise CheckpointError(f"{file}: a parameter group has {str(unknown[0])[:60]!r}, which is no weight")
+                raise CheckpointError(
+                    f"{file}: a parameter group has {str(unknown[0])[:60]!r}, which is no weight"
+                )
         check_like(0, self.step, "step", file=file, name="step")
         return self
 

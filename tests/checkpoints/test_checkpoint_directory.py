@@ -178,8 +178,6 @@ def test_what_a_killed_job_left_is_cleared(tmp_path: Path) -> None:
     [
         (4, "0" * 16, 9.0, True),
         (4, "0" * 16, 11.0, False),
-        (3, "", 9.0, True),  # nothing says when it began
-        (3, "", 11.0, False),
         (3, "1", 0.0, False),  # the number is another process's by now
         (None, "", 1000.0, True),  # here it is looked for, and was only stopped
     ],

@@ -25,7 +25,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import tempfile
 import threading
 import time
@@ -33,6 +32,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.runtime.ranks.failure_board import RankProcess
 
 LATEST = "latest"
 MOST_TAG_CHARACTERS = 200
@@ -112,7 +112,8 @@ def begin(directory: Path, tag: str) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     clear_leftovers(directory)
     owner = secrets.token_hex(8)
-    file = directory / f".owner-{owner}-{os.getpid()}-{_start_of(os.getpid())}-{_host()}"
+    process = RankProcess.own()
+    file = directory / f".owner-{owner}-{process.pid}-{process.start}-{_host_of(process)}"
     file.touch()  # says all by its name, as a file is there at once and its content is not
     made = directory / f"{tag}.tmp-{owner}"
     try:
@@ -251,8 +252,9 @@ def _beat(file: Path) -> None:
 def _is_alive(directory: Path, owner: re.Match[str]) -> bool:
     """Return whether an owner may still write: on this host its process is there, on others it is heard of."""
     # A stopped process is there and will go on. One of this number that began at another time is another process.
-    if owner["start"] and owner["host"] == _host():
-        return _start_of(int(owner["pid"])) == owner["start"]
+    own = RankProcess.own()
+    if own.space and owner["host"] == _host_of(own):
+        return RankProcess(own.space, int(owner["pid"]), owner["start"]).state() != "dead"
     try:
         beat = (directory / owner[0]).stat().st_mtime
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -261,22 +263,9 @@ def _is_alive(directory: Path, owner: re.Match[str]) -> bool:
         return False
 
 
-def _start_of(pid: int) -> str:
-    """Return when a process began, in ticks of its host; empty where it is gone, or nothing says so."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return ""
-    return "" if state in "ZX" else fields[18]
-
-
-def _host() -> str:
-    """Return what is the same for all processes that see each other's numbers, and for no others: 16 hex digits."""
-    facts = [socket.gethostname()]
-    with contextlib.suppress(OSError):  # numbers begin anew when a host starts, and in a container
-        facts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        facts.append(os.readlink("/proc/self/ns/pid"))
-    return hashlib.blake2b(" ".join(facts).encode(), digest_size=8).hexdigest()
+def _host_of(process: RankProcess) -> str:
+    """Return what all processes have that see each other's numbers, and no others, for the name of a file."""
+    return hashlib.blake2b(process.space.encode(), digest_size=8).hexdigest()
 
 
 # ---- finding ---------------------------------------------------------------------------------------------

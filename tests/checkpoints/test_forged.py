@@ -239,6 +239,25 @@ def variants() -> list[tuple[str, str, Callable[[Forged], None]]]:
         ("random/numpy", 3, {"words": 3}),
     ):
         add(RANK, "beside", path, *values)
+    for file, key, value in (
+        (MODEL, "layer.weight", "I16"), (OPTIMIZER, "exp_avg|layer.weight", "I32"),
+        (OPTIMIZER, "master|layer.weight", "I32"),
+    ):  # fmt: skip
+
+        def cast(forged: Forged, file: str = file, key: str = key, value: str = value) -> None:
+            put(forged.headers[file], f"{key}/dtype", value)
+            put(forged.manifest, f"files/{file}/tensors/{key}/dtype", {"I16": "int16", "I32": "int32"}[value])
+
+        found.append((file, f"both {key} {value}", cast))
+
+    def without(forged: Forged, key: str) -> None:
+        del forged.headers[OPTIMIZER][key]
+        del forged.manifest["files"][OPTIMIZER]["tensors"][key]
+        del forged.manifest["files"][OPTIMIZER]["sums"]["tensors"][key]
+
+    for key in ("exp_avg/layer.weight", "exp_avg_sq/scale", "master/out.bias"):
+        file = OPTIMIZER if "master" in key else "manifest.json"
+        found.append((file, f"without {key}", lambda forged, key=key: without(forged, key)))
     found.append((RANK, "no state", lambda forged: forged.headers[RANK].pop("__metadata__")))
     for path, *values in (
         ("schema", 9, "x"),

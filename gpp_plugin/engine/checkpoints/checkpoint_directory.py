@@ -20,16 +20,19 @@ Tests: tests/checkpoints/test_checkpoint_directory.py, tests/checkpoints/test_ki
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import re
 import secrets
 import shutil
+import stat
 import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import BinaryIO
 
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.runtime.ranks.failure_board import RankProcess
@@ -85,6 +88,17 @@ def check_inside(directory: Path, path: Path) -> Path:
             f"{path} is a link that leads out of {directory}, to {found}; copy what it means into the directory"
         )
     return found
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file for reading; a pipe would never open.
+
+    Raises:
+        OSError: it cannot be read, or is none.
+    """
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return path.open("rb")
 
 
 # ---- writing ---------------------------------------------------------------------------------------------
@@ -280,8 +294,8 @@ def read_latest(directory: Path) -> str:
     path = directory / LATEST
     try:
         check_inside(directory, path)
-        with path.open(encoding="utf-8") as stream:
-            text = stream.read(4096)
+        with open_regular(path) as stream:
+            text = stream.read(4096).decode()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read ({error.strerror})") from error
     except UnicodeDecodeError as error:

@@ -32,7 +32,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
+from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside, open_regular
 from gpp_plugin.errors import CheckpointError, GppError, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import MAX_BYTES, from_plain, parse_json, to_plain
@@ -346,7 +346,7 @@ def check_tensors(path: Path, sums: FileSums, names: Iterable[str]) -> dict[str,
         BrokenFile: the file is not there, of another size, or its bytes are others; the message names it and what.
     """
     try:
-        with path.open("rb") as stream, parsing(path.name):
+        with open_regular(path) as stream, parsing(path.name):
             return _check_open(stream, path, sums, names)
     except OSError as error:
         raise BrokenFile(f"{path.name} cannot be read ({error.strerror})") from error
@@ -463,6 +463,7 @@ PLAN = "plan.json"
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 WEIGHT, BUFFER, STATE_TENSOR, MASTER = "weight", "buffer", "state", "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _FILE = re.compile(r"^[A-Za-z0-9_~%][A-Za-z0-9_.~%-]*$")
 
 
@@ -680,7 +681,7 @@ def read_text(target: Path, name: str, *, missing: str = "", expected: str | Non
     """
     try:
         path = check_inside(target, target / name)
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             data = stream.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise BrokenFile(f"{name} has more than {MAX_BYTES} bytes")

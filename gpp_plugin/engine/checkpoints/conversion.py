@@ -31,6 +31,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
     MASTER,
+    MOMENTS,
     STATE,
     WEIGHT,
     CheckpointManifest,
@@ -53,7 +54,6 @@ from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, Tenso
 from gpp_plugin.errors import CheckpointError
 
 _PARAMETER_NAME = re.compile(r"^[A-Za-z0-9_.]+$")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -88,7 +88,7 @@ class WholeState:
             if not isinstance(tensor, Tensor):
                 raise CheckpointError(f"{file}: {name!r} is {str(tensor)[:60]!r}, not a tensor")
         for name, state_of in self.state.items():
-            check_like(dict.fromkeys(_MOMENTS, self.weights[name]), state_of, f"state of {name}", file=file)
+            check_like(dict.fromkeys(MOMENTS, self.weights[name]), state_of, f"state of {name}", file=file)
         for names, options in self.groups:
             check_like({"lr": 0.0, "betas": (0.0, 0.0)}, options, f"options of {names[:1]}", file=file)
             if unknown := [name for name in names if name not in self.weights]:
@@ -331,7 +331,7 @@ def write_universal(state: WholeState, directory: Path) -> None:
     Raises:
         CheckpointError: the optimizer keeps what a universal checkpoint has no place for.
     """
-    other = sorted({what for state_of in state.state.values() for what in state_of} - {*_MOMENTS, "step"})
+    other = sorted({what for state_of in state.state.values() for what in state_of} - {*MOMENTS, "step"})
     if other:
         raise CheckpointError(
             f"a universal checkpoint holds exp_avg, exp_avg_sq and step, not {other[0]!r} of {state.optimizer}"
@@ -341,7 +341,7 @@ def write_universal(state: WholeState, directory: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "fp32": state.weights[name].float(),
-            **{what: state_of[what] for what in _MOMENTS if what in state_of},
+            **{what: state_of[what] for what in MOMENTS if what in state_of},
         }
         for what, tensor in tensors.items():
             _save({"param": tensor.clone(), "cat_dim": 0}, folder / f"{what}.pt")

@@ -24,7 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.checkpoint_files import MANIFEST, MASTER, BrokenFile, SavedGroup
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
+    MANIFEST,
+    MASTER,
+    MOMENTS,
+    BrokenFile,
+    SavedGroup,
+)
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.errors import CheckpointError
 
@@ -199,6 +205,8 @@ def check_saved(
             if twice := sorted(numbers.keys() & set(kinds)):
                 raise BrokenFile(f"{MANIFEST}: {twice[0]!r} of {name!r} is a number and a tensor")
             check_like(_own_options(group), saved.options(name), f"options of {name}", file=MANIFEST)
+            if numbers and (absent := _NEEDED.get(_family(saved.kind()), set()) - set(kinds)):
+                raise BrokenFile(f"{MANIFEST}: {name!r} has a state without {min(absent)!r}")
             whole = [what for what in kinds if saved.is_whole(name, what)]
             if whole and fragments[name].flat:
                 raise CheckpointError(
@@ -207,6 +215,8 @@ def check_saved(
                 )
 
 
+_NEEDED = {"adam": set(MOMENTS), "adagrad": {"sum"}}
+"""What a state has in tensors where it has any numbers, by family of optimizers."""
 _COUNTS = {"step": 0, "global_steps": 0, "cur_iter": 0, "_step_count": 0}
 _COUNTS |= {"last_epoch": -1, "last_batch_iteration": -1, "last_overflow_iter": -1}
 """Names of counts in states, and the least they may be: -1 is before the first."""
@@ -242,7 +252,9 @@ def check_like(own: Any, saved: Any, at: str, *, file: str, name: str = "") -> N
     elif isinstance(own, bool):
         is_right, wanted = isinstance(saved, bool) or saved is None, "true or false"
     elif _is_number(own):
-        is_right = _is_number(saved) and not math.isnan(float(saved))
+        is_right = (
+            _is_number(saved) and not math.isnan(float(saved)) and (name != "lr" or math.isfinite(saved))
+        )
         wanted = "a number"
     else:
         is_right, wanted = (

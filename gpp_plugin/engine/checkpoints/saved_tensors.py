@@ -29,6 +29,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
     MASTER,
+    MOMENTS,
     STATE,
     STATE_TENSOR,
     STATE_TENSORS,
@@ -425,6 +426,8 @@ class StageOptimizerState:
                 if saved.is_whole(what, name):
                     found |= saved.needed(what, name, place)
                 else:
-                    saved.check_fits(what, name, place, dtype=torch.float32 if what == first else None)
+                    saved.check_fits(
+                        what, name, place, dtype=torch.float32 if what in (first, *MOMENTS) else None
+                    )
                     found |= saved.needed(what, name, place, start, count)
         return found

@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.data import PackedUnits
-from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import CONTENT_ERRORS, from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.rank_shard import (
     EpochOrder,
@@ -101,7 +101,7 @@ def check_position(position: Any) -> None:
             torch.Generator().set_state(generator)
         for state in (found.sampler, found.state, *found.states):
             from_json(state, tensor=None)
-    except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
+    except (*CONTENT_ERRORS, CheckpointError) as error:
         raise CheckpointError(
             f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: "
             f"{first_line(error)}); load another tag"
@@ -296,7 +296,7 @@ class RowLoader:
         if isinstance(begin, EpochPoint) and begin.sampler is not None:
             try:
                 cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
-            except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+            except (*CONTENT_ERRORS, CheckpointError) as error:
                 raise CheckpointError(
                     f"the batch sampler takes no such position in training_data ({type(error).__name__}: {error}); "
                     "load another tag"

@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
+from gpp_plugin.engine.checkpoints.checkpoint_files import STATE
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_like
 from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.engine.gradient_store import GradientStore
 from gpp_plugin.engine.partitioned_gradients import PartitionedGradients, StageGradients
@@ -298,8 +299,9 @@ class StageEngine:
         Raises:
             GppError: says what is wrong.
         """
-        if state["counters"].keys() != dataclasses.asdict(self.counters).keys():
-            raise CheckpointError(f"counters {sorted(state['counters'])} are others than this release's")
+        check_like({"counters": dataclasses.asdict(self.counters)}, state, "engine", file=STATE)
+        if absent := sorted(dataclasses.asdict(self.counters).keys() - state["counters"].keys()):
+            raise CheckpointError(f"{STATE}: engine.counters has no {absent[0]}")
         from_plain(StepCounters, state["counters"], root="engine.counters")
         self.updater.check_shared_state(state, load_scheduler=load_scheduler)
 

@@ -183,8 +183,10 @@ def variants() -> list[tuple[str, str, Callable[[Forged], None]]]:
          {"$tensor": "x"}, {"$embedded": ["load", [1], ""]}, {"$scalar": [3]}, {"$dict": [3]}, {"$float": [1, 2]}),
         ("numbers/layer.weight/exp_avg", 3),
         ("numbers/layer.weight", GONE, {"$tuple": [1]}),
-        ("groups/0/options/lr", "x", {"$float": "nan"}, None, []),
-        ("groups/0/options/betas", 3, {"$tuple": [0.9]}, {"$tuple": ["x", 0.9]}),
+        ("groups/0/options/foreach", []),
+        ("groups/0/options/amsgrad", True),
+        ("groups/0/options/lr", "x", {"$float": "inf"}, {"$float": "nan"}, None, []),
+        ("groups/0/options/betas", 3, {"$tuple": [0.9]}, {"$tuple": [0.9, 1.5]}, {"$tuple": ["x", 0.9]}),
         ("groups/0/options", {"$tuple": [1]}, {"$counter": 3}, DEEP),
         ("groups/0/number", -1),
         ("groups/0/names", "x", [3]),
@@ -218,6 +220,8 @@ def variants() -> list[tuple[str, str, Callable[[Forged], None]]]:
         ("engine/counters/skipped_steps", "x", -3),
         ("engine/counters/global_samples", [1], {"$tuple": []}),
         ("engine/learning_rates", 3, {}, None),
+        ("engine/learning_rates/groups/0/foreach", []),
+        ("engine/learning_rates/groups/0/betas", {"$tuple": [0.9, 1.5]}),
         ("engine/learning_rates/groups", [], "x", [3], [{"lr": "x"}]),
         ("engine/learning_rates/scheduler", None, {}, 3, {"last_batch_iteration": "x"}, {"last_batch_iteration": -3},
          {"last_batch_iteration": 2, "step": 3}),
@@ -237,6 +241,7 @@ def variants() -> list[tuple[str, str, Callable[[Forged], None]]]:
         ("random/python/words", GONE, [1, 2], {"$embedded": ["int64", [1], "AQAAAAAAAAA="]}),
         ("random/python/gauss", "x", []),
         ("random/numpy", 3, {"words": 3}),
+        ("random/numpy/rest/0", 9999, -3),
     ):
         add(RANK, "beside", path, *values)
     for file, key, value in (

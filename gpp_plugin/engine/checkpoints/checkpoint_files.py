@@ -8,8 +8,8 @@ Header and tensors are the whole file, so that a flipped bit is in exactly one o
 file is written, not read back. A reader checks the header and those tensors that it is going to read.
 
 Source: this project
-Tests: tests/checkpoints/test_tensor_file.py, tests/integrations/test_checkpoint.py,
-    tests/integrations/test_resharding.py
+Tests: tests/checkpoints/test_tensor_file.py, tests/checkpoints/test_forged.py,
+    tests/integrations/test_checkpoint.py, tests/integrations/test_resharding.py
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ def from_json(plain: Any, *, tensor: Callable[[str], Tensor] | None) -> Any:
 def _scalar(encoded: list[Any]) -> Tensor:
     name, value = encoded
     kinds = {str(kind).removeprefix("torch."): kind for kind in _SCALARS}
-    if name not in kinds:
-        raise ValueError(f"no type {name!r}")
+    if name not in kinds or not isinstance(value, (int, float, str)):
+        raise ValueError(f"no number of type {name!r}")
     return torch.tensor(float(value) if isinstance(value, str) else value, dtype=kinds[name])
 
 

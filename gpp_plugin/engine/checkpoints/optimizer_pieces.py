@@ -204,8 +204,11 @@ def check_saved(
             check_like({}, numbers, f"numbers.{name}", file=MANIFEST)
             if twice := sorted(numbers.keys() & set(kinds)):
                 raise BrokenFile(f"{MANIFEST}: {twice[0]!r} of {name!r} is a number and a tensor")
-            check_like(_own_options(group), saved.options(name), f"options of {name}", file=MANIFEST)
-            if numbers and (absent := _NEEDED.get(_family(saved.kind()), set()) - set(kinds)):
+            options = saved.options(name)
+            check_like(_own_options(group), options, f"options of {name}", file=MANIFEST)
+            needed = {"max_exp_avg_sq"} if options.get("amsgrad") else set()
+            needed |= _NEEDED.get(_family(saved.kind()), set())
+            if numbers and (absent := needed - set(kinds)):
                 raise BrokenFile(f"{MANIFEST}: {name!r} has a state without {min(absent)!r}")
             whole = [what for what in kinds if saved.is_whole(name, what)]
             if whole and fragments[name].flat:
@@ -226,8 +229,8 @@ _MOST_STEPS = 1 << 53
 def check_like(own: Any, saved: Any, at: str, *, file: str, name: str = "") -> None:
     """Refuse a saved value that is not of the kind of the one whose place it takes: it would fail at the next step.
 
-    Counts are whole and in their limits, numbers are no NaN, sequences are as long, mappings are compared where both
-    have a key. Counts are looked at wherever they are. Of a value that is None here nothing is expected.
+    Counts are whole and in their limits, wherever they are. Numbers are finite where they are here, sequences as long.
+    Mappings are compared where both have a key.
 
     Raises:
         BrokenFile: names the file, the place in it and the value.
@@ -245,22 +248,23 @@ def check_like(own: Any, saved: Any, at: str, *, file: str, name: str = "") -> N
         is_right = isinstance(saved, (list, tuple)) and len(saved) == len(own)
         wanted = f"a sequence of {len(own)}"
         for number, (one, other) in enumerate(zip(own, saved, strict=True) if is_right else ()):
-            check_like(one, other, f"{at}[{number}]", file=file)
+            check_like(one, other, f"{at}[{number}]", file=file, name=name)
     elif isinstance(own, Tensor) and own.numel() > 1:
         is_right = isinstance(saved, Tensor) and saved.shape == own.shape
         wanted = f"a tensor of shape {tuple(own.shape)}"
     elif isinstance(own, bool):
-        is_right, wanted = isinstance(saved, bool) or saved is None, "true or false"
+        is_right, wanted = saved is None or (isinstance(saved, int) and saved in (0, 1)), "true or false"
     elif _is_number(own):
-        is_right = (
-            _is_number(saved) and not math.isnan(float(saved)) and (name != "lr" or math.isfinite(saved))
-        )
-        wanted = "a number"
+        number = float(saved) if _is_number(saved) or isinstance(saved, bool) else math.nan
+        is_right = math.isfinite(number) or (math.isinf(number) and math.isinf(own))
+        wanted = "a finite number"
+        if name == "betas":
+            is_right, wanted = 0.0 <= number < 1.0, "a number from 0 to below 1"
+    elif own is None:
+        is_right = saved is None or isinstance(saved, bool) or _is_number(saved)
+        wanted = "nothing, true, false or a number"
     else:
-        is_right, wanted = (
-            own is None or isinstance(saved, type(own)) or saved is None,
-            f"a {type(own).__name__}",
-        )
+        is_right, wanted = saved is None or isinstance(saved, type(own)), f"a {type(own).__name__}"
     if not is_right:
         raise BrokenFile(f"{file}: {at} is {str(saved)[:60]!r}, where {wanted} is expected")
 

@@ -238,7 +238,7 @@ def restore_random_state(device: torch.device, state: Mapping[str, Any], *, trie
     Args:
         tries: only look whether it can be, on generators of its own.
     """
-    facts = state["python"]
+    facts: Mapping[str, Any] = dict(state["python"])
     gauss = None if facts["gauss"] is None else float(facts["gauss"])
     words = (facts["version"], tuple(facts["words"].tolist()), gauss)
     (random.Random().setstate if tries else random.setstate)(words)
@@ -250,6 +250,8 @@ def restore_random_state(device: torch.device, state: Mapping[str, Any], *, trie
             torch.cuda.set_rng_state(state["cuda"], device)
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         keys = numpy.array(state["numpy"]["words"].tolist(), dtype="uint32")
+        if not 0 <= state["numpy"]["rest"][0] <= len(keys):  # which numpy does not look at
+            raise ValueError(f"numpy's generator has no place {state['numpy']['rest'][0]}")
         generator = numpy.random.RandomState() if tries else numpy.random
         generator.set_state(("MT19937", keys, *state["numpy"]["rest"]))
 

@@ -174,6 +174,7 @@ class LearningRates:
                 its kind.
         """
         groups = self.mirror.param_groups
+        state = dict(state)  # not a tensor, which takes names as numbers
         if len(state["groups"]) != len(groups) or (state["scheduler"] is None) != (self.scheduler is None):
             raise CheckpointError(
                 f"{STATE} has {len(state['groups'])} parameter groups and "

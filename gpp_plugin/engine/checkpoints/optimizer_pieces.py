@@ -255,11 +255,11 @@ def check_like(own: Any, saved: Any, at: str, *, file: str, name: str = "") -> N
     elif isinstance(own, bool):
         is_right, wanted = saved is None or (isinstance(saved, int) and saved in (0, 1)), "true or false"
     elif _is_number(own):
-        number = float(saved) if _is_number(saved) or isinstance(saved, bool) else math.nan
-        is_right = math.isfinite(number) or (math.isinf(number) and math.isinf(own))
+        value = float(saved) if _is_number(saved) or isinstance(saved, bool) else math.nan
+        is_right = math.isfinite(value) or (math.isinf(value) and math.isinf(own))
         wanted = "a finite number"
         if name == "betas":
-            is_right, wanted = 0.0 <= number < 1.0, "a number from 0 to below 1"
+            is_right, wanted = 0.0 <= value < 1.0, "a number from 0 to below 1"
     elif own is None:
         is_right = saved is None or isinstance(saved, bool) or _is_number(saved)
         wanted = "nothing, true, false or a number"

@@ -25,7 +25,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -34,15 +34,19 @@ from torch import Tensor
 from gpp_plugin.config.block import CheckpointConfig
 from gpp_plugin.engine.checkpoints import checkpoint_directory as places
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
+    BUFFER,
     MANIFEST,
     MOST_DEPTH,
+    PLAN,
     STATE,
     STATE_TENSORS,
     WEIGHT,
     BrokenFile,
     CheckpointManifest,
+    parsing,
     read_manifest,
     read_text,
+    saved_stages,
 )
 from gpp_plugin.engine.checkpoints.save_checkpoint import (
     STATE_KEY,
@@ -61,13 +65,15 @@ from gpp_plugin.engine.checkpoints.saved_tensors import (
     cut_shard,
     join_shards,
 )
+from gpp_plugin.engine.loading.row_loader import check_position
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.engine.training_steps import TrainingSteps
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.ir.block_graph import Parameter, is_carried
-from gpp_plugin.ir.serialize import parse_json
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import loads, parse_json
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
 from gpp_plugin.runtime.ranks.agreement import WEIGHT as OF_WEIGHT
@@ -185,9 +191,8 @@ class PipelineFiles:
                 load_optimizer=optimizer,
                 load_scheduler=scheduler,
                 weights_only=weights_only,
+                restore_data=self._data.restore,
             )
-            if not weights_only:
-                self._data.restore(loaded.data)
             facts = loaded_facts(self._stages.stages, loaded.directory.name)
             agree(facts, what="a look at what each rank loaded", group=self._setting.group, is_partial=True)
         return str(loaded.directory), loaded.client_state
@@ -367,21 +372,24 @@ class LoadedCheckpoint:
     Args:
         directory: the directory that was read.
         client_state: what the user gave to save.
-        data: the position in the data.
     """
 
     directory: Path
     client_state: dict[str, Any] = field(default_factory=dict)
-    data: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Checked:
-    """A checkpoint that this rank found whole and fitting."""
+    """A checkpoint that this rank found whole and fitting, and what of it is no tensor of the model.
+
+    Args:
+        state: of `state.json`, its tensors read.
+        random: of the rank's own file.
+    """
 
     saved: CheckpointTensors
     state: dict[str, Any]
-    own: dict[str, Any] | None
+    random: dict[str, Any] | None
     optimizers: dict[int, StageOptimizerState]
 
 
@@ -393,6 +401,7 @@ def load_checkpoint(
     load_optimizer: bool = True,
     load_scheduler: bool = True,
     weights_only: bool = False,
+    restore_data: Callable[[Any], None] = lambda position: None,
 ) -> LoadedCheckpoint:
     """Read a checkpoint of this model; collective over all ranks.
 
@@ -402,29 +411,39 @@ def load_checkpoint(
         load_optimizer: restore optimizer state and masters; else masters are taken from the parameters.
         load_scheduler: restore the learning-rate schedule.
         weights_only: restore nothing else: no optimizer, schedule, loss scale, counters or random states.
+        restore_data: takes the position in the data.
 
     Raises:
         CheckpointError: none is there, it is broken, or of another model or optimizer; nothing has changed.
     """
     engine = stages[0]
     root = Path(directory)
-    checked = _check_first_whole(stages, root, tag, load_optimizer and not weights_only)
-    answers: list[LoadedCheckpoint] = []
-    all_ranks(
-        engine,
-        lambda: answers.append(
-            _read(stages, checked, load_scheduler=load_scheduler, weights_only=weights_only)
-        ),
-        doing=f"read {checked.saved.target}",
+    wanted = _Wanted(
+        optimizer=load_optimizer and not weights_only,
+        scheduler=load_scheduler,
+        more=not weights_only,
     )
-    return answers[0]
+    checked = _check_first_whole(stages, root, tag, wanted)
+    doing = f"read {checked.saved.target}"
+    if wanted.more:  # first, as a sampler or loader of the user's may refuse
+        all_ranks(engine, lambda: restore_data(checked.state["data"]), doing=doing)
+    all_ranks(engine, lambda: _read(stages, checked, wanted), doing=doing)
+    return LoadedCheckpoint(directory=checked.saved.target, client_state=checked.state["client_state"])
+
+
+class _Wanted(NamedTuple):
+    """What of a checkpoint is loaded besides the weights: optimizer, schedule, and all the rest."""
+
+    optimizer: bool
+    scheduler: bool
+    more: bool
 
 
 # ---- finding and checking --------------------------------------------------------------------------------
 
 
 def _check_first_whole(
-    stages: Sequence[StageEngine], root: Path, tag: str | None, load_optimizer: bool
+    stages: Sequence[StageEngine], root: Path, tag: str | None, wanted: _Wanted
 ) -> _Checked:
     """Return the checkpoint that is requested, or the first of the newest that all ranks find whole."""
     # Rank 0 says which one is tried, and every rank what it found: one that is broken for one rank is so for all.
@@ -447,7 +466,7 @@ def _check_first_whole(
 
         def check(found: list[_Checked] = found) -> tuple[str, set[str]]:
             try:
-                found.append(_check(stages, root, tried[-1], load_optimizer))
+                found.append(_check(stages, root, tried[-1], wanted))
             except BrokenFile as error:
                 return str(error), set()
             held = (stage.held_weights() for stage in stages if stage.position == 0)
@@ -504,8 +523,11 @@ def _next_tag(root: Path, tag: str | None, tried: Sequence[str], reasons: list[s
     return max(times, key=lambda other: times[other])
 
 
-def _check(stages: Sequence[StageEngine], root: Path, tag: str, load_optimizer: bool) -> _Checked:
-    """Compare a checkpoint with this rank's stages, and what it would read with its checksums.
+def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted) -> _Checked:
+    """Compare a checkpoint with this rank's stages, and what it would read with its checksums; read all but tensors.
+
+    Right checksums are not trusted: whoever forges a file can write them. What is read is of the types and in the
+    ranges that restoring expects, so that it does not fail half-way.
 
     Raises:
         BrokenFile: it is not what was written.
@@ -518,14 +540,14 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, load_optimizer: 
     needed: set[tuple[str, str]] = set()
     for engine in stages:
         needed |= _check_weights(engine, saved)
-        if load_optimizer and engine.is_trained and manifest.optimizer:
+        if wanted.optimizer and engine.is_trained and manifest.optimizer:
             parameters = dict(engine.module.named_parameters(remove_duplicate=False))
             spans_of = engine.updater.spans()
             state = StageOptimizerState(
                 saved, {name: place_of(engine, name, parameters[name]) for name in spans_of}
             )
             optimizers[engine.stage_index] = state
-            engine.updater.check_kind(state)
+            engine.updater.check_saved(state)
             for name, spans in spans_of.items():
                 needed |= state.needed(name, spans)
     own_file = rank_file(stages[0].rank)
@@ -536,14 +558,31 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, load_optimizer: 
     if STATE_TENSORS in manifest.files:
         needed |= {(STATE_TENSORS, key) for key in manifest.files[STATE_TENSORS].tensors}
     saved.check(needed, texts)
-    state_text = read_text(target, STATE, expected=manifest.texts.get(STATE, ""))
-    beside = saved.file(own_file).metadata().get(STATE_KEY) if has_own else None
-    return _Checked(
-        saved=saved,
-        state=parse_json(state_text, what=STATE, max_depth=MOST_DEPTH),
-        own=None if beside is None else parse_json(beside, what=own_file, max_depth=MOST_DEPTH),
-        optimizers=optimizers,
-    )
+    text = read_text(target, STATE, expected=manifest.texts.get(STATE, ""))
+    with parsing(STATE):
+        state = saved.shared_state(parse_json(text, what=STATE, max_depth=MOST_DEPTH))
+        if not isinstance(state["client_state"], dict):
+            raise BrokenFile(f"{STATE}: client_state is {str(state['client_state'])[:60]!r}, not a dict")
+        if wanted.more:
+            for engine in stages:
+                engine.check_shared_state(state["engine"], load_scheduler=wanted.scheduler)
+            if state["data"] is not None:
+                check_position(state["data"])
+    random = None
+    if has_own:
+        with parsing(own_file):
+            beside = parse_json(
+                saved.file(own_file).metadata()[STATE_KEY], what=own_file, max_depth=MOST_DEPTH
+            )
+            random = saved.state(beside, own_file)["random"]
+            restore_random_state(stages[0].device, random, tries=True)
+    if PLAN in manifest.texts and stages[0].rank == 0:
+        # for graph_pipeline.plan of another job, which is better told now than when this checkpoint is the last
+        text = read_text(target, PLAN, expected=manifest.texts[PLAN])
+        with parsing(PLAN):
+            if saved_stages(loads(PipelinePlan, text)) != manifest.stages:
+                raise BrokenFile(f"{PLAN} is another plan than the manifest's, {manifest.describe_plan()}")
+    return _Checked(saved=saved, state=state, random=random, optimizers=optimizers)
 
 
 def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[str, str]]:
@@ -553,6 +592,7 @@ def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[s
         CheckpointError: one is not there, or of another shape.
     """
     needed: set[tuple[str, str]] = set()
+    is_same = saved.manifest.is_on(engine.plan)
     held = engine.held_weights()
     missing = [name for name in held if not saved.has(saved.kind_of(name), name)]
     if missing:
@@ -564,18 +604,22 @@ def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[s
         )
     for name, tensor in held.items():
         what, place = saved.kind_of(name), place_of(engine, name, tensor)
-        saved.check_fits(what, name, place)
+        saved.check_fits(what, name, place, dtype=tensor.dtype)
         needed |= saved.needed(what, name, place)
+        own = saved.manifest.files.get(rank_file(engine.rank)) if is_same else None
+        record = None if own is None else own.tensors.get(replica_key(engine, name))
+        if record is not None and (record.what, record.name, record.shape) != (BUFFER, name, place.shape):
+            raise BrokenFile(
+                f"{rank_file(engine.rank)} has {record.name!r} of shape {record.shape} for {name!r}"
+            )
     return needed
 
 
 # ---- reading ---------------------------------------------------------------------------------------------
 
 
-def _read(
-    stages: Sequence[StageEngine], checked: _Checked, *, load_scheduler: bool, weights_only: bool
-) -> LoadedCheckpoint:
-    """Restore this rank's stages, and return the rest."""
+def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> None:
+    """Restore this rank's stages and random states."""
     saved, manifest = checked.saved, checked.saved.manifest
     engine = stages[0]
     is_same = manifest.is_on(engine.plan)
@@ -586,18 +630,12 @@ def _read(
             stage.updater.restore(checked.optimizers[stage.stage_index])
         else:
             stage.refresh_masters()
-    state = saved.shared_state(checked.state)
-    if not weights_only:
+    if wanted.more:
         for stage in stages:
-            stage.load_shared_state(state["engine"], load_scheduler=load_scheduler)
-        if checked.own is not None:
-            restore_random_state(engine.device, saved.state(checked.own, own)["random"])
-        _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.own is not None)
-    return LoadedCheckpoint(
-        directory=saved.target,
-        client_state=state["client_state"],
-        data=state["data"],
-    )
+            stage.load_shared_state(checked.state["engine"], load_scheduler=wanted.scheduler)
+        if checked.random is not None:
+            restore_random_state(engine.device, checked.random)
+        _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.random is not None)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.partitioned_gradients import FlatGroup
 from gpp_plugin.engine.sharded_weights import FlatWeights
+from gpp_plugin.ir.typed_leaves import Bytes
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 
@@ -47,9 +48,9 @@ WriteEvents = Callable[[list[tuple[str, float, int]]], None]
 class StepCounters:
     """What was done so far, in mini-batches and samples."""
 
-    global_steps: int = 0
-    skipped_steps: int = 0
-    global_samples: int = 0
+    global_steps: Bytes = 0
+    skipped_steps: Bytes = 0
+    global_samples: Bytes = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,11 +185,11 @@ class WeightUpdater(Protocol):
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         """Return the elements of each trained parameter that this rank steps: first one, and how many."""
 
-    def check_kind(self, saved: StageOptimizerState) -> None:
-        """Refuse the state of another optimizer.
+    def check_saved(self, saved: StageOptimizerState) -> None:
+        """Refuse the state of another optimizer, and one that no optimizer has.
 
         Raises:
-            CheckpointError: names both.
+            CheckpointError: names both, or what is wrong.
         """
 
     def restore(self, saved: StageOptimizerState) -> None:
@@ -200,6 +201,13 @@ class WeightUpdater(Protocol):
 
     def shared_state(self) -> dict[str, Any]:
         """Return the state of schedule and loss scale, which is the same on every rank."""
+
+    def check_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
+        """Refuse what `load_shared_state` could not restore; nothing changes.
+
+        Raises:
+            GppError: says what is wrong.
+        """
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""

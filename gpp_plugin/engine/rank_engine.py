@@ -31,7 +31,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces
+from gpp_plugin.engine.checkpoints.checkpoint_files import STATE
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_like
 from gpp_plugin.engine.framework import StageReplica, StepCounters, WeightUpdater
 from gpp_plugin.engine.gradient_store import GradientStore
 from gpp_plugin.engine.partitioned_gradients import PartitionedGradients, StageGradients
@@ -46,8 +47,9 @@ from gpp_plugin.engine.stage_step import (
     StepTogether,
     TiedSums,
 )
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.runtime.ranks.collectives import exchange
 
 
@@ -290,6 +292,18 @@ class StageEngine:
     def shared_state(self) -> dict[str, Any]:
         """Return schedule, loss scaler and counters: the same on every rank."""
         return {**self.updater.shared_state(), "counters": dataclasses.asdict(self.counters)}
+
+    def check_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
+        """Refuse what `load_shared_state` could not restore; nothing changes.
+
+        Raises:
+            GppError: says what is wrong.
+        """
+        check_like({"counters": dataclasses.asdict(self.counters)}, state, "engine", file=STATE)
+        if absent := sorted(dataclasses.asdict(self.counters).keys() - state["counters"].keys()):
+            raise CheckpointError(f"{STATE}: engine.counters has no {absent[0]}")
+        from_plain(StepCounters, state["counters"], root="engine.counters")
+        self.updater.check_shared_state(state, load_scheduler=load_scheduler)
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool = True) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""

@@ -102,7 +102,7 @@ def test_refusals_are_one_line(
     (tmp_path / "text").write_text("text")
     assert "cannot be read as tensors" in refused(capsys, tmp_path / "text", tmp_path / "out", "--to", "gpp")
     (tmp_path / "empty" / "manifest.json").write_text('{"format": 1, "stages": []}')
-    assert "format 1, this release reads 2" in refused(capsys, tmp_path / "empty", tmp_path / "out")
+    assert "has format 1, this release reads 2" in refused(capsys, tmp_path / "empty", tmp_path / "out")
 
 
 def test_an_optimizer_must_name_its_parameters(tmp_path: Path) -> None:

@@ -95,6 +95,17 @@ def test_links_that_lead_outside(target: Path, bomb: Bomb, name: str, tmp_path: 
     assert "a link that leads out of" in refused(target, bomb)
 
 
+@pytest.mark.parametrize("name", [MODEL, "state.json", "manifest.json"])
+def test_pipes_are_not_waited_for(target: Path, bomb: Bomb, name: str) -> None:
+    (target / name).unlink()
+    os.mkfifo(target / name)
+    assert "manifest" in refused(target, bomb) or name in refused(target, bomb)
+    os.mkfifo(target.parent / "fifo")
+    os.replace(target.parent / "fifo", target.parent / "latest")
+    with pytest.raises(CheckpointError, match="latest cannot be read"):
+        places.read_latest(target.parent)
+
+
 @pytest.mark.parametrize(
     "change",
     [

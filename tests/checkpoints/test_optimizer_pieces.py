@@ -15,7 +15,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     Fragment,
     OptimizerPiece,
     OptimizerPieces,
-    check_kind,
+    check_saved,
     optimizer_pieces,
     restore_optimizer,
     whole_fragment,
@@ -172,7 +172,7 @@ def test_state_of_a_shape_of_its_own() -> None:
     with pytest.raises(
         CheckpointError, match="is of the whole parameter, of which this run's ZeRO steps parts"
     ):
-        restore_optimizer(torch.optim.Adafactor(masters(parts)), parts, held)
+        check_saved(torch.optim.Adafactor(masters(parts)), parts, held)
 
 
 class FusedAdam(torch.optim.AdamW):
@@ -182,9 +182,9 @@ class FusedAdam(torch.optim.AdamW):
 def test_families_of_optimizers() -> None:
     one = whole(1)
     held = Held(optimizer_pieces(stepped(one), one, has_masters=True))
-    check_kind(FusedAdam(masters(one)), held)
+    check_saved(FusedAdam(masters(one)), one, held)
     with pytest.raises(CheckpointError, match="has the state of AdamW, this run's optimizer is SGD"):
-        check_kind(torch.optim.SGD(masters(one), lr=0.1), held)
+        check_saved(torch.optim.SGD(masters(one), lr=0.1), one, held)
 
 
 def test_groups_keep_their_numbers_and_options() -> None:

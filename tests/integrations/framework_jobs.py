@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     Fragment,
     OptimizerPieces,
-    check_kind,
+    check_saved,
     optimizer_pieces,
     restore_optimizer,
     whole_fragment,
@@ -51,7 +51,7 @@ class PlainOptimizer:
     lr_scheduler = None
     loss_scale = 1.0
     require = advance_rates = refresh_masters = written = adopt_written = publish_to = nothing
-    load_shared_state = close = nothing
+    load_shared_state = check_shared_state = close = nothing
 
     def __init__(self, module: nn.Module) -> None:
         self.trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -95,8 +95,8 @@ class PlainOptimizer:
     def spans(self) -> dict[str, list[tuple[int, int]]]:
         return {name: [(0, parameter.numel())] for name, parameter in self.trained.items()}
 
-    def check_kind(self, saved: StageOptimizerState) -> None:
-        check_kind(self.optimizer, saved)
+    def check_saved(self, saved: StageOptimizerState) -> None:
+        check_saved(self.optimizer, self.fragments, saved)
 
     def restore(self, saved: StageOptimizerState) -> None:
         restore_optimizer(self.optimizer, self.fragments, saved)

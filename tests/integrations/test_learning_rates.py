@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import DeepSpeedFramework, _scheduler_of
 from gpp_plugin.integrations.deepspeed.learning_rates import (
     LearningRates,
@@ -132,10 +132,11 @@ def test_state_round_trip() -> None:
     first.step()
     second.step()
     assert second.current(None) == first.current(None) == pytest.approx((0.001, 0.001, 0.005))
+    second.check(first.state_dict())
     with pytest.raises(
-        ConfigError, match="3 parameter groups and a scheduler; the configuration has 1 and no"
+        CheckpointError, match="3 parameter groups and a scheduler; the configuration has 1 and no"
     ):
-        make_rates(StageParameterGroups({}, None), optimizer_block=ADAMW).load_state_dict(first.state_dict())
+        make_rates(StageParameterGroups({}, None), optimizer_block=ADAMW).check(first.state_dict())
 
 
 @pytest.mark.parametrize(

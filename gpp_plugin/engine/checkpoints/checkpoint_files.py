@@ -8,34 +8,35 @@ Header and tensors are the whole file, so that a flipped bit is in exactly one o
 file is written, not read back. A reader checks the header and those tensors that it is going to read.
 
 Source: this project
-Tests: tests/checkpoints/test_tensor_file.py, tests/integrations/test_checkpoint.py,
-    tests/integrations/test_resharding.py
+Tests: tests/checkpoints/test_tensor_file.py, tests/checkpoints/test_forged.py,
+    tests/integrations/test_checkpoint.py, tests/integrations/test_resharding.py
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import math
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
-from gpp_plugin.errors import CheckpointError, ReadError, first_line
+from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside, open_regular
+from gpp_plugin.errors import CheckpointError, GppError, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import MAX_BYTES, from_plain, parse_json, to_plain
-from gpp_plugin.ir.typed_leaves import Bytes, Count, Index
+from gpp_plugin.ir.typed_leaves import MOST_BYTES, Bytes, Count, Index, OneOf
 
 # States as JSON with tensors beside: what schedulers, counters, random generators and users hand to a checkpoint.
 #
@@ -53,6 +54,8 @@ from gpp_plugin.ir.typed_leaves import Bytes, Count, Index
 # Anything else is refused by name: what would need pickle to be written would run code when it is read.
 
 
+CONTENT_ERRORS = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What values of a wrong kind let fail that take them for the right one; a recursion that is too deep included."""
 MOST_LEVELS = 64
 """Deeper states are refused when written, so that a reader may refuse them too."""
 MOST_DEPTH = 4 * MOST_LEVELS
@@ -168,7 +171,7 @@ def from_json(plain: Any, *, tensor: Callable[[str], Tensor] | None) -> Any:
             assert tensor is not None
             return tensor(value)
         return make(from_json(value, tensor=tensor))
-    except (TypeError, ValueError, AttributeError, RuntimeError) as error:
+    except CONTENT_ERRORS as error:
         raise CheckpointError(
             f"{tag} of {str(value)[:80]!r} is not as checkpoints write it ({error})"
         ) from error
@@ -177,8 +180,8 @@ def from_json(plain: Any, *, tensor: Callable[[str], Tensor] | None) -> Any:
 def _scalar(encoded: list[Any]) -> Tensor:
     name, value = encoded
     kinds = {str(kind).removeprefix("torch."): kind for kind in _SCALARS}
-    if name not in kinds:
-        raise ValueError(f"no type {name!r}")
+    if name not in kinds or not isinstance(value, (int, float, str)):
+        raise ValueError(f"no number of type {name!r}")
     return torch.tensor(float(value) if isinstance(value, str) else value, dtype=kinds[name])
 
 
@@ -237,6 +240,24 @@ MOST_HEADER_BYTES = 100_000_000
 
 class BrokenFile(CheckpointError):
     """A file is not what its checkpoint says: cut, changed, or another one."""
+
+
+@contextlib.contextmanager
+def parsing(file: str) -> Iterator[None]:
+    """Refuse a file whose content breaks what reads it: right checksums say that it is whole, not that it is ours.
+
+    Raises:
+        BrokenFile: names the file; one line.
+    """
+    try:
+        yield
+    except BrokenFile:
+        raise
+    except (CheckpointError, *CONTENT_ERRORS) as error:
+        if isinstance(error, CheckpointError) and file in str(error):
+            raise
+        kind = "" if isinstance(error, GppError) else f"{type(error).__name__}: "
+        raise BrokenFile(f"{file} is not what was written ({kind}{first_line(error)[:300]})") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,20 +330,29 @@ def _write_tensor(stream: BinaryIO, tensor: Tensor) -> str:
     return str(total.hexdigest())
 
 
-def check_tensors(path: Path, sums: FileSums, names: Iterable[str]) -> None:
-    """Read the header and the tensors ``names`` and compare their sums.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeaderEntry:
+    """A tensor as a file's header has it."""
+
+    dtype: Annotated[str, OneOf(tuple(DTYPES.values()))]
+    shape: tuple[Bytes, ...]
+    data_offsets: tuple[Bytes, Bytes]
+
+
+def check_tensors(path: Path, sums: FileSums, names: Iterable[str]) -> dict[str, HeaderEntry]:
+    """Read the header and the tensors ``names``, compare their sums, and return the header.
 
     Raises:
         BrokenFile: the file is not there, of another size, or its bytes are others; the message names it and what.
     """
     try:
-        with path.open("rb") as stream:
-            _check_open(stream, path, sums, names)
+        with open_regular(path) as stream, parsing(path.name):
+            return _check_open(stream, path, sums, names)
     except OSError as error:
         raise BrokenFile(f"{path.name} cannot be read ({error.strerror})") from error
 
 
-def _check_open(stream: BinaryIO, path: Path, sums: FileSums, names: Iterable[str]) -> None:
+def _check_open(stream: BinaryIO, path: Path, sums: FileSums, names: Iterable[str]) -> dict[str, HeaderEntry]:
     size = os.fstat(stream.fileno()).st_size
     if size != sums.num_bytes:
         raise BrokenFile(f"{path.name} has {size} bytes, the manifest says {sums.num_bytes}")
@@ -335,13 +365,16 @@ def _check_open(stream: BinaryIO, path: Path, sums: FileSums, names: Iterable[st
     total.update(first + text)
     if total.hexdigest() != sums.header:
         raise BrokenFile(f"{path.name}: its header is not what was written")
-    offsets = {name: entry["data_offsets"] for name, entry in json.loads(text).items() if name[:2] != "__"}
-    for name in sorted(names, key=lambda name: offsets.get(name, [0])[0]):
-        if name not in offsets or name not in sums.tensors:
-            raise BrokenFile(f"{path.name} has no tensor {name!r}")
-        begin, end = offsets[name]
+    plain = parse_json(text.decode(), what="a header of tensors")
+    plain.pop("__metadata__", None)
+    header: dict[str, HeaderEntry] = from_plain(dict[str, HeaderEntry], plain)
+    if absent := sorted(name for name in names if name not in header or name not in sums.tensors):
+        raise BrokenFile(f"{path.name} has no tensor {absent[0]!r}")
+    for name in sorted(names, key=lambda name: header[name].data_offsets):
+        begin, end = header[name].data_offsets
         if _sum_of(stream, 8 + length + begin, end - begin) != sums.tensors[name]:
             raise BrokenFile(f"{path.name}: the bytes of {name!r} are not what was written")
+    return header
 
 
 def _sum_of(stream: BinaryIO, at: int, num_bytes: int) -> str:
@@ -430,6 +463,7 @@ PLAN = "plan.json"
 STATE = "state.json"
 STATE_TENSORS = "state.safetensors"
 WEIGHT, BUFFER, STATE_TENSOR, MASTER = "weight", "buffer", "state", "master"
+MOMENTS = ("exp_avg", "exp_avg_sq")
 _FILE = re.compile(r"^[A-Za-z0-9_~%][A-Za-z0-9_.~%-]*$")
 
 
@@ -465,6 +499,52 @@ class SavedFile:
 
     sums: FileSums
     tensors: dict[str, TensorRecord]
+
+    def check(self, file: str) -> None:
+        """Refuse records that contradict themselves: with right sums they were forged.
+
+        Raises:
+            BrokenFile: names the file, the tensor and its record.
+        """
+        if self.sums.tensors.keys() != self.tensors.keys():
+            other = sorted(self.sums.tensors.keys() ^ self.tensors.keys())
+            raise BrokenFile(f"{MANIFEST}: {file} has a sum or a record of {other[0]!r}, not both")
+        for key, record in self.tensors.items():
+            whole, begin = math.prod(record.shape), record.start
+            is_inside = record.count == whole if begin is None else begin + record.count <= whole
+            # what has a shape of its own is not cut, whatever its parameter is
+            is_cut = record.shard is not None and begin is not None
+            if is_cut and not (
+                record.axis < len(record.shape) and not record.shape[record.axis] % record.stride
+            ):
+                is_inside = False
+            if record.shard is not None and record.shard[0] >= record.shard[1]:
+                is_inside = False
+            if record.dtype not in _TORCH_NAMES or whole > MOST_BYTES or not is_inside:
+                raise BrokenFile(f"{MANIFEST}: {file}: {key!r} cannot be so: {record}"[:400])
+
+    def check_header(self, file: str, header: Mapping[str, HeaderEntry]) -> None:
+        """Refuse a file whose header says otherwise than the manifest.
+
+        Raises:
+            BrokenFile: names the file and the tensor.
+        """
+        if header.keys() != self.tensors.keys():
+            other = sorted(header.keys() ^ self.tensors.keys())
+            raise BrokenFile(f"{file}: {other[0]!r} is in its header or in the manifest, not in both")
+        for key, record in self.tensors.items():
+            entry = header[key]
+            shapes = {record.shape}
+            if record.what not in (WEIGHT, BUFFER, STATE_TENSOR) and record.start is not None:
+                shapes.add((record.count,))  # of what the optimizer keeps, elements in a row
+            if entry.dtype != _TORCH_NAMES[record.dtype] or entry.shape not in shapes:
+                raise BrokenFile(
+                    f"{file}: {key!r} is {entry.dtype} of shape {entry.shape} in its header, the manifest says "
+                    f"{record.dtype} of shape {record.shape}"
+                )
+
+
+_TORCH_NAMES = {str(kind).removeprefix("torch."): name for kind, name in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -566,28 +646,27 @@ def read_manifest(target: Path) -> CheckpointManifest:
     """Return the manifest of a checkpoint.
 
     Raises:
-        BrokenFile: it is not there, or not what was written.
-        CheckpointError: another format's.
+        BrokenFile: it is not there, another release's, or not what was written.
     """
     text = read_text(target, MANIFEST, missing="has no manifest: its save did not finish")
-    try:
+    with parsing(MANIFEST):
         plain = parse_json(text, what="a manifest")
         written = plain.get("format")
         if isinstance(written, int) and written != FORMAT:
-            raise CheckpointError(
-                f"checkpoint {target}: format {written}, this release reads {FORMAT}; load it with the release that "
-                "wrote it, and give its weights on with save_pretrained()"
+            raise BrokenFile(
+                f"{MANIFEST} of {target} has format {written}, this release reads {FORMAT}; load it with the release "
+                "that wrote it, and give its weights on with save_pretrained()"
             )
         body = text[text.index('"manifest":') + len('"manifest":') : text.rindex("}")]
         if written != FORMAT or plain["checksum"] != text_sum(body):
             raise BrokenFile(f"{MANIFEST} is not what was written")
-        manifest = from_plain(CheckpointManifest, plain["manifest"])
+        manifest: CheckpointManifest = from_plain(CheckpointManifest, plain["manifest"])
         for name in (*manifest.files, *manifest.texts):
             if not _FILE.match(name):
                 raise BrokenFile(f"{MANIFEST} names a file {name[:100]!r}, which is none of a checkpoint")
-        return manifest
-    except (ValueError, KeyError, AttributeError, ReadError) as error:
-        raise BrokenFile(f"{MANIFEST} is not what was written ({first_line(error)})") from error
+        for name, file in manifest.files.items():
+            file.check(name)
+    return manifest
 
 
 def read_text(target: Path, name: str, *, missing: str = "", expected: str | None = None) -> str:
@@ -602,7 +681,7 @@ def read_text(target: Path, name: str, *, missing: str = "", expected: str | Non
     """
     try:
         path = check_inside(target, target / name)
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             data = stream.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise BrokenFile(f"{name} has more than {MAX_BYTES} bytes")

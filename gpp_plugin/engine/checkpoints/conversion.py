@@ -31,14 +31,17 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
     MANIFEST,
     MASTER,
+    MOMENTS,
     STATE,
     WEIGHT,
     CheckpointManifest,
     SavedGroup,
+    parsing,
     plain_of,
     read_manifest,
     to_json,
 )
+from gpp_plugin.engine.checkpoints.optimizer_pieces import check_like
 from gpp_plugin.engine.checkpoints.save_checkpoint import (
     FileContents,
     PreparedSave,
@@ -51,7 +54,6 @@ from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, Tenso
 from gpp_plugin.errors import CheckpointError
 
 _PARAMETER_NAME = re.compile(r"^[A-Za-z0-9_.]+$")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -75,6 +77,27 @@ class WholeState:
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
     step: int = 0
 
+    def checked(self, source: Path) -> WholeState:
+        """Return it, as read of ``source``, where all of it is of its kind.
+
+        Raises:
+            CheckpointError: names the file and the value.
+        """
+        file = str(source)
+        for name, tensor in (*self.weights.items(), *self.buffers.items()):
+            if not isinstance(tensor, Tensor):
+                raise CheckpointError(f"{file}: {name!r} is {str(tensor)[:60]!r}, not a tensor")
+        for name, state_of in self.state.items():
+            check_like(dict.fromkeys(MOMENTS, self.weights[name]), state_of, f"state of {name}", file=file)
+        for names, options in self.groups:
+            check_like({"lr": 0.0, "betas": (0.0, 0.0)}, options, f"options of {names[:1]}", file=file)
+            if unknown := [name for name in names if name not in self.weights]:
+                raise CheckpointError(
+                    f"{file}: a parameter group has {str(unknown[0])[:60]!r}, which is no weight"
+                )
+        check_like(0, self.step, "step", file=file, name="step")
+        return self
+
 
 # ---- this package's --------------------------------------------------------------------------------------
 
@@ -87,6 +110,11 @@ def read_checkpoint(path: Path) -> WholeState:
     """
     if not (path / MANIFEST).exists() and (path / places.LATEST).exists():
         path = places.directory_of(path, places.read_latest(path))
+    with parsing(str(path)):
+        return _read_checkpoint(path).checked(path)
+
+
+def _read_checkpoint(path: Path) -> WholeState:
     manifest = read_manifest(path)
     saved = CheckpointTensors(path, manifest)
     saved.check_everything()
@@ -101,7 +129,7 @@ def read_checkpoint(path: Path) -> WholeState:
 
     def trained(name: str) -> dict[str, Any]:
         tensors = {what: whole(what, name) for what in saved.tensor_kinds(name)}
-        return {**tensors, **saved.shared_state(manifest.numbers[name])}
+        return {**tensors, **saved.shared_state(manifest.numbers[name], of=MANIFEST)}
 
     return WholeState(
         weights={
@@ -113,7 +141,7 @@ def read_checkpoint(path: Path) -> WholeState:
         optimizer=manifest.optimizer,
         state={name: trained(name) for name in sorted_names(set(manifest.numbers))},
         groups=[
-            (sorted_names(set(group.names)), saved.shared_state(group.options))
+            (sorted_names(set(group.names)), saved.shared_state(group.options, of=MANIFEST))
             for group in manifest.groups
             if group.names
         ],
@@ -233,6 +261,11 @@ def read_torch(path: Path) -> WholeState:
     Raises:
         CheckpointError: it is no such file, or would run code.
     """
+    with parsing(str(path)):
+        return _read_torch(path).checked(path)
+
+
+def _read_torch(path: Path) -> WholeState:
     data = _load(path)
     if not isinstance(data, dict) or not isinstance(data.get("module"), dict):
         raise CheckpointError(
@@ -298,7 +331,7 @@ def write_universal(state: WholeState, directory: Path) -> None:
     Raises:
         CheckpointError: the optimizer keeps what a universal checkpoint has no place for.
     """
-    other = sorted({what for state_of in state.state.values() for what in state_of} - {*_MOMENTS, "step"})
+    other = sorted({what for state_of in state.state.values() for what in state_of} - {*MOMENTS, "step"})
     if other:
         raise CheckpointError(
             f"a universal checkpoint holds exp_avg, exp_avg_sq and step, not {other[0]!r} of {state.optimizer}"
@@ -308,7 +341,7 @@ def write_universal(state: WholeState, directory: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {
             "fp32": state.weights[name].float(),
-            **{what: state_of[what] for what in _MOMENTS if what in state_of},
+            **{what: state_of[what] for what in MOMENTS if what in state_of},
         }
         for what, tensor in tensors.items():
             _save({"param": tensor.clone(), "cat_dim": 0}, folder / f"{what}.pt")
@@ -335,6 +368,11 @@ def read_universal(directory: Path) -> WholeState:
     Raises:
         CheckpointError: it is none.
     """
+    with parsing(str(directory)):
+        return _read_universal(directory).checked(directory)
+
+
+def _read_universal(directory: Path) -> WholeState:
     root = directory / "zero"
     if not root.is_dir():
         raise CheckpointError(f"{directory} has no directory zero: it is no universal checkpoint")

@@ -16,6 +16,7 @@ Tests: tests/checkpoints/test_optimizer_pieces.py, tests/integrations/test_resha
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpp_plugin.engine.checkpoints.checkpoint_files import MASTER, SavedGroup
+from gpp_plugin.engine.checkpoints.checkpoint_files import (
+    MANIFEST,
+    MASTER,
+    MOMENTS,
+    BrokenFile,
+    SavedGroup,
+)
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.errors import CheckpointError
 
@@ -176,11 +183,14 @@ def group_names(optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragme
     ]
 
 
-def check_kind(optimizer: torch.optim.Optimizer, saved: StageOptimizerState) -> None:
-    """Refuse the state of an optimizer that keeps other things.
+def check_saved(
+    optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: StageOptimizerState
+) -> None:
+    """Refuse what `restore_optimizer` could not restore; nothing changes.
 
     Raises:
-        CheckpointError: names both.
+        CheckpointError: it is another optimizer's, or does not fit the masters; or it has numbers and options that no
+            optimizer has: names the manifest, the place in it and the value.
     """
     ours, theirs = type(optimizer).__name__, saved.kind()
     if _family(ours) != _family(theirs):
@@ -188,6 +198,75 @@ def check_kind(optimizer: torch.optim.Optimizer, saved: StageOptimizerState) -> 
             f"the checkpoint has the state of {theirs}, this run's optimizer is {ours}; use the same, or load without "
             "the optimizer (load_optimizer_states=False)"
         )
+    for group, names in zip(optimizer.param_groups, group_names(optimizer, fragments), strict=True):
+        for name in names:
+            numbers, kinds = saved.numbers(name), saved.tensor_kinds(name)
+            check_like({}, numbers, f"numbers.{name}", file=MANIFEST)
+            if twice := sorted(numbers.keys() & set(kinds)):
+                raise BrokenFile(f"{MANIFEST}: {twice[0]!r} of {name!r} is a number and a tensor")
+            options = saved.options(name)
+            check_like(_own_options(group), options, f"options of {name}", file=MANIFEST)
+            needed = {"max_exp_avg_sq"} if options.get("amsgrad") else set()
+            needed |= _NEEDED.get(_family(saved.kind()), set())
+            if numbers and (absent := needed - set(kinds)):
+                raise BrokenFile(f"{MANIFEST}: {name!r} has a state without {min(absent)!r}")
+            whole = [what for what in kinds if saved.is_whole(name, what)]
+            if whole and fragments[name].flat:
+                raise CheckpointError(
+                    f"{whole[0]!r} of {name!r} is of the whole parameter, of which this run's ZeRO steps parts; load "
+                    "on ZeRO 0, or without the optimizer"
+                )
+
+
+_NEEDED = {"adam": set(MOMENTS), "adagrad": {"sum"}}
+"""What a state has in tensors where it has any numbers, by family of optimizers."""
+_COUNTS = {"step": 0, "global_steps": 0, "cur_iter": 0, "_step_count": 0}
+_COUNTS |= {"last_epoch": -1, "last_batch_iteration": -1, "last_overflow_iter": -1}
+"""Names of counts in states, and the least they may be: -1 is before the first."""
+_MOST_STEPS = 1 << 53
+
+
+def check_like(own: Any, saved: Any, at: str, *, file: str, name: str = "") -> None:
+    """Refuse a saved value that is not of the kind of the one whose place it takes: it would fail at the next step.
+
+    Counts are whole and in their limits, wherever they are. Numbers are finite where they are here, sequences as long.
+    Mappings are compared where both have a key.
+
+    Raises:
+        BrokenFile: names the file, the place in it and the value.
+    """
+    if name in _COUNTS:
+        low = _COUNTS[name]
+        is_right = _is_number(saved) and low <= float(saved) <= _MOST_STEPS and float(saved) == int(saved)
+        wanted = f"a whole number of at least {low}"
+    elif isinstance(own, Mapping):
+        is_right, wanted = isinstance(saved, Mapping), "a mapping with names"
+        for key, value in saved.items() if is_right else ():
+            if key in own or key in _COUNTS:
+                check_like(own.get(key), value, f"{at}.{key}", file=file, name=str(key))
+    elif isinstance(own, (list, tuple)):
+        is_right = isinstance(saved, (list, tuple)) and len(saved) == len(own)
+        wanted = f"a sequence of {len(own)}"
+        for number, (one, other) in enumerate(zip(own, saved, strict=True) if is_right else ()):
+            check_like(one, other, f"{at}[{number}]", file=file, name=name)
+    elif isinstance(own, Tensor) and own.numel() > 1:
+        is_right = isinstance(saved, Tensor) and saved.shape == own.shape
+        wanted = f"a tensor of shape {tuple(own.shape)}"
+    elif isinstance(own, bool):
+        is_right, wanted = saved is None or (isinstance(saved, int) and saved in (0, 1)), "true or false"
+    elif _is_number(own):
+        value = float(saved) if _is_number(saved) or isinstance(saved, bool) else math.nan
+        is_right = math.isfinite(value) or (math.isinf(value) and math.isinf(own))
+        wanted = "a finite number"
+        if name == "betas":
+            is_right, wanted = 0.0 <= value < 1.0, "a number from 0 to below 1"
+    elif own is None:
+        is_right = saved is None or isinstance(saved, bool) or _is_number(saved)
+        wanted = "nothing, true, false or a number"
+    else:
+        is_right, wanted = saved is None or isinstance(saved, type(own)), f"a {type(own).__name__}"
+    if not is_right:
+        raise BrokenFile(f"{file}: {at} is {str(saved)[:60]!r}, where {wanted} is expected")
 
 
 def _family(kind: str) -> str:
@@ -202,11 +281,7 @@ def _family(kind: str) -> str:
 def restore_optimizer(
     optimizer: torch.optim.Optimizer, fragments: Mapping[str, Fragment], saved: StageOptimizerState
 ) -> None:
-    """Write masters, and let ``optimizer`` continue from the state in ``saved``.
-
-    Raises:
-        CheckpointError: what is saved does not fit the masters.
-    """
+    """Write masters, and let ``optimizer`` continue from the state in ``saved``, which `check_saved` takes."""
     for name, fragment in fragments.items():
         fragment.write_part(fragment.master, saved.read(name, MASTER, fragment.start, fragment.num_elements))
     by_master: dict[int, list[str]] = {}
@@ -238,11 +313,6 @@ def _state_of(
     for name, fragment in members.items():
         for what in saved.tensor_kinds(name):
             if saved.is_whole(name, what):
-                if fragment.flat:
-                    raise CheckpointError(
-                        f"{what!r} of {name!r} is of the whole parameter, of which this run's ZeRO steps parts; load "
-                        "on ZeRO 0, or without the optimizer"
-                    )
                 own_state[what] = saved.read_whole(name, what)
                 continue
             part = saved.read(name, what, fragment.start, fragment.num_elements)
@@ -265,7 +335,9 @@ def _state_of(
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _like_own(optimizer: torch.optim.Optimizer, what: str, value: Any, saved: StageOptimizerState) -> Any:

@@ -232,17 +232,28 @@ def random_state(device: torch.device) -> dict[str, Any]:
     return state
 
 
-def restore_random_state(device: torch.device, state: Mapping[str, Any]) -> None:
-    """Restore what `random_state` returned; a CUDA state on whatever device the rank has now."""
-    torch.set_rng_state(state["torch"])
-    facts = state["python"]
-    random.setstate((facts["version"], tuple(facts["words"].tolist()), facts["gauss"]))
+def restore_random_state(device: torch.device, state: Mapping[str, Any], *, tries: bool = False) -> None:
+    """Restore what `random_state` returned; a CUDA state on whatever device the rank has now.
+
+    Args:
+        tries: only look whether it can be, on generators of its own.
+    """
+    facts: Mapping[str, Any] = dict(state["python"])
+    gauss = None if facts["gauss"] is None else float(facts["gauss"])
+    words = (facts["version"], tuple(facts["words"].tolist()), gauss)
+    (random.Random().setstate if tries else random.setstate)(words)
+    (torch.Generator().set_state if tries else torch.set_rng_state)(state["torch"])
     if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
-    if "numpy" in state and "numpy" in sys.modules:
-        numpy = sys.modules["numpy"]
-        words = numpy.array(state["numpy"]["words"].tolist(), dtype="uint32")
-        numpy.random.set_state(("MT19937", words, *state["numpy"]["rest"]))
+        if tries:
+            torch.Generator(device).set_state(state["cuda"])
+        else:
+            torch.cuda.set_rng_state(state["cuda"], device)
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        keys = numpy.array(state["numpy"]["words"].tolist(), dtype="uint32")
+        if not 0 <= state["numpy"]["rest"][0] <= len(keys):  # which numpy does not look at
+            raise ValueError(f"numpy's generator has no place {state['numpy']['rest'][0]}")
+        generator = numpy.random.RandomState() if tries else numpy.random
+        generator.set_state(("MT19937", keys, *state["numpy"]["rest"]))
 
 
 # ---- writing ---------------------------------------------------------------------------------------------

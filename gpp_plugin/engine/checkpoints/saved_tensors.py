@@ -27,7 +27,10 @@ from torch import Tensor
 from gpp_plugin.engine.checkpoints.checkpoint_directory import check_inside
 from gpp_plugin.engine.checkpoints.checkpoint_files import (
     BUFFER,
+    MANIFEST,
     MASTER,
+    MOMENTS,
+    STATE,
     STATE_TENSOR,
     STATE_TENSORS,
     WEIGHT,
@@ -37,6 +40,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     TensorRecord,
     check_tensors,
     from_json,
+    parsing,
     read_text,
 )
 from gpp_plugin.errors import CheckpointError
@@ -84,7 +88,8 @@ class CheckpointTensors:
                 continue  # of one rank: requested by that rank, by file
             for key, tensor in file.tensors.items():
                 self._index.setdefault((tensor.what, tensor.name), []).append(_Entry(name, key, tensor))
-        for what, name in self._index:
+        for (what, name), entries in self._index.items():
+            _check_parts(entries)
             if what not in (WEIGHT, BUFFER, STATE_TENSOR, MASTER):
                 self._kinds.setdefault(name, []).append(what)
 
@@ -125,15 +130,20 @@ class CheckpointTensors:
         """Return whether it has a shape of its own, and cannot be cut."""
         return self._index[what, name][0].tensor.start is None
 
-    def check_fits(self, what: str, name: str, place: TensorPlace) -> None:
-        """Refuse a tensor that is of another shape here.
+    def check_fits(
+        self, what: str, name: str, place: TensorPlace, *, dtype: torch.dtype | None = None
+    ) -> None:
+        """Refuse a tensor that is of another shape here, or not of numbers as this one.
+
+        Args:
+            dtype: as it is held; another precision fits.
 
         Raises:
             CheckpointError: names both shapes.
         """
         entry = self._entries(what, name, place)[0].tensor
         whole = list(_whole_shape(entry))
-        if place.shard is not None and whole:
+        if place.shard is not None and len(whole) == len(place.shape) > 0:
             axis = place.axis if entry.shard is None else entry.axis
             whole[axis] //= place.shard[1]
         if tuple(whole) != place.shape:
@@ -141,20 +151,31 @@ class CheckpointTensors:
                 f"{name!r} is of shape {_whole_shape(entry)} in {self.target}, and a rank of this run holds "
                 f"{place.shape} of it; is it a checkpoint of this model?"
             )
+        saved: torch.dtype = getattr(torch, entry.dtype)
+        if dtype is not None and dtype.is_floating_point != saved.is_floating_point:
+            raise CheckpointError(
+                f"{name!r} is of {saved} in {self.target}, and of {dtype} here; is it a checkpoint of this model?"
+            )
 
     # ---- checking ----------------------------------------------------------------------------------------
 
     def needed(
         self, what: str, name: str, place: TensorPlace, start: int = 0, count: int | None = None
     ) -> set[tuple[str, str]]:
-        """Return the file and key of each tensor that `elements` would read."""
+        """Return the file and key of each tensor that `elements` would read.
+
+        Raises:
+            BrokenFile: some elements are in no file.
+        """
         wanted = math.prod(place.shape) if count is None else count
         entries = self._entries(what, name, place)
-        if self._is_recut(entries, place):
+        if self.is_whole(what, name):
             return {(entry.file, entry.key) for entry in entries}
-        return {
-            (entry.file, entry.key) for entry in entries if _overlap(entry.tensor, start, wanted) is not None
-        }
+        if self._is_recut(entries, place):
+            for _, own in _by_shard(entries):
+                _spans(own, 0, math.prod(own[0].tensor.shape) if own else 1)
+            return {(entry.file, entry.key) for entry in entries}
+        return {(entry.file, entry.key) for entry, _, _ in _spans(entries, start, wanted)}
 
     def check(self, wanted: Iterable[tuple[str, str]], files: Iterable[str] = ()) -> None:
         """Read files and compare checksums.
@@ -173,7 +194,9 @@ class CheckpointTensors:
             check_inside(self.target, self.target / file)
             if file not in self.manifest.files:
                 raise BrokenFile(f"the manifest has no {file}")
-            check_tensors(self.target / file, self.manifest.files[file].sums, keys)
+            said = self.manifest.files[file]
+            said.check_header(file, check_tensors(self.target / file, said.sums, keys))
+            self.file(file)
 
     # ---- reading -----------------------------------------------------------------------------------------
 
@@ -192,7 +215,7 @@ class CheckpointTensors:
         entries = self._entries(what, name, place)
         if self._is_recut(entries, place):
             return self._recut(entries, place).reshape(-1)[start : start + count]
-        return self._read(entries, start, count, f"{what} of {name!r}")
+        return self._read(entries, start, count)
 
     def whole(self, what: str, name: str, place: TensorPlace) -> Tensor:
         """Return a tensor as ``place`` holds it, or in the shape of its own."""
@@ -202,12 +225,22 @@ class CheckpointTensors:
         return self.elements(what, name, place, 0, math.prod(place.shape)).reshape(place.shape)
 
     def state(self, plain: Any, file: str) -> Any:
-        """Return a state whose tensors are in ``file``."""
-        return from_json(plain, tensor=lambda name: self.file(file).whole(name))
+        """Return a state whose tensors are in ``file``.
 
-    def shared_state(self, plain: Any) -> Any:
-        """Return a state whose tensors are in the file that all ranks share."""
-        return self.state(plain, STATE_TENSORS)
+        Raises:
+            BrokenFile: it is not as checkpoints write it.
+        """
+        with parsing(file):
+            return from_json(plain, tensor=lambda name: self.file(file).whole(name))
+
+    def shared_state(self, plain: Any, *, of: str = STATE) -> Any:
+        """Return a state whose tensors are in the file that all ranks share.
+
+        Args:
+            of: the file that it stands in.
+        """
+        with parsing(of):
+            return from_json(plain, tensor=lambda name: self.file(STATE_TENSORS).whole(name))
 
     def _entries(self, what: str, name: str, place: TensorPlace) -> list[_Entry]:
         """Return the parts of a tensor: where several stages wrote it (frozen weights, buffers), one stage's."""
@@ -220,7 +253,10 @@ class CheckpointTensors:
         saved = found[0].tensor.shard
         if saved is None or (place.shard is not None and place.shard[1] != saved[1]) or place.shard is None:
             return found
-        return [entry for entry in found if entry.tensor.shard == place.shard]
+        own = [entry for entry in found if entry.tensor.shard == place.shard]
+        if not own:
+            raise BrokenFile(f"{MANIFEST}: of {what} of {name!r} no file has shard {place.shard}")
+        return own
 
     @staticmethod
     def _is_recut(entries: Sequence[_Entry], place: TensorPlace) -> bool:
@@ -230,36 +266,67 @@ class CheckpointTensors:
     def _recut(self, entries: Sequence[_Entry], place: TensorPlace) -> Tensor:
         """Join the shards of another tensor size, and return this rank's of the whole."""
         saved = entries[0].tensor
-        size = 1 if saved.shard is None else saved.shard[1]
-        shards = []
-        for position in range(size):
-            own = [entry for entry in entries if entry.tensor.shard in (None, (position, size))]
-            shards.append(self._read(own, 0, math.prod(saved.shape), saved.name).reshape(saved.shape))
+        shards = [
+            self._read(own, 0, math.prod(saved.shape)).reshape(saved.shape) for _, own in _by_shard(entries)
+        ]
         axis, stride = (place.axis, place.stride) if saved.shard is None else (saved.axis, saved.stride)
         whole = join_shards(shards, axis=axis, stride=stride)
         if place.shard is None:
             return whole
         return cut_shard(whole, place.shard[0], place.shard[1], axis=axis, stride=stride)
 
-    def _read(self, entries: Sequence[_Entry], start: int, count: int, said: str) -> Tensor:
-        parts: list[tuple[int, Tensor]] = []
-        for entry in entries:
-            span = _overlap(entry.tensor, start, count)
-            if span is not None:
-                first, size = span
-                offset = first - (entry.tensor.start or 0)
-                parts.append((first, self.file(entry.file).elements(entry.key, offset, size)))
-        parts.sort(key=lambda part: part[0])
-        at = start
-        for first, part in parts:
-            if first != at:
-                raise BrokenFile(f"{said}: elements {at} to {first} are in no file")
-            at += part.numel()
-        if at != start + count:
-            raise BrokenFile(f"{said}: elements {at} to {start + count} are in no file")
+    def _read(self, entries: Sequence[_Entry], start: int, count: int) -> Tensor:
+        parts = [
+            self.file(entry.file).elements(entry.key, offset, size)
+            for entry, offset, size in _spans(entries, start, count)
+        ]
         if not parts:
             return torch.zeros(0)
-        return parts[0][1] if len(parts) == 1 else torch.cat([part for _, part in parts])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _check_parts(entries: Sequence[_Entry]) -> None:
+    """Refuse parts of a tensor that are of different tensors: of each stage they have one shape, type and cut."""
+    first: dict[int, tuple[Any, ...]] = {}
+    for entry in entries:
+        it = entry.tensor
+        shape = None if it.start is None else it.shape
+        facts = (shape, it.dtype, it.shard and it.shard[1], it.axis, it.stride)
+        if first.setdefault(it.stage, facts) != facts:
+            raise BrokenFile(f"{MANIFEST}: parts of {it.what} of {it.name!r} differ in shape, type or cut")
+
+
+def _by_shard(entries: Sequence[_Entry]) -> list[tuple[int, list[_Entry]]]:
+    """Return the parts of each tensor position's shard."""
+    saved = entries[0].tensor.shard
+    size = 1 if saved is None else saved[1]
+    if size > len(entries):
+        raise BrokenFile(
+            f"{MANIFEST}: of {entries[0].tensor.name!r} there are {len(entries)} of {size} shards"
+        )
+    return [(at, [each for each in entries if each.tensor.shard in (None, (at, size))]) for at in range(size)]
+
+
+def _spans(entries: Sequence[_Entry], start: int, count: int) -> list[tuple[_Entry, int, int]]:
+    """Return which elements of which parts are the requested ones, in order: the part, its first one, how many.
+
+    Raises:
+        BrokenFile: some of them are in no file, or in two.
+    """
+    found = []
+    for entry in entries:
+        span = _overlap(entry.tensor, start, count)
+        if span is not None:
+            found.append((span[0], span[1], entry))
+    found.sort(key=lambda each: each[0])
+    ends = [start, *(first + size for first, size, _ in found)]
+    begins = [*(first for first, _, _ in found), start + count]
+    for end, begin in zip(ends, begins, strict=True):
+        if end != begin:
+            said = f"{entries[0].tensor.what} of {entries[0].tensor.name!r}: " if entries else ""
+            are = f"{end} to {begin} are in no file" if end < begin else f"{begin} to {end} are in two files"
+            raise BrokenFile(f"{MANIFEST}: {said}elements {are}")
+    return [(entry, first - (entry.tensor.start or 0), size) for first, size, entry in found]
 
 
 def _overlap(tensor: TensorRecord, start: int, count: int) -> tuple[int, int] | None:
@@ -330,12 +397,14 @@ class StageOptimizerState:
 
     def numbers(self, name: str) -> Mapping[str, Any]:
         """Return which numbers were saved of a parameter's state."""
-        options: Mapping[str, Any] = self._saved.shared_state(self._saved.manifest.numbers.get(name, {}))
-        return options
+        found: Mapping[str, Any] = self._saved.shared_state(
+            self._saved.manifest.numbers.get(name, {}), of=MANIFEST
+        )
+        return found
 
     def options(self, name: str) -> Mapping[str, Any]:
         """Return the options of the parameter group that ``name`` was in."""
-        options: Mapping[str, Any] = self._saved.shared_state(self._options.get(name, {}))
+        options: Mapping[str, Any] = self._saved.shared_state(self._options.get(name, {}), of=MANIFEST)
         return options
 
     def needed(self, name: str, spans: Iterable[tuple[int, int]]) -> set[tuple[str, str]]:
@@ -357,5 +426,8 @@ class StageOptimizerState:
                 if saved.is_whole(what, name):
                     found |= saved.needed(what, name, place)
                 else:
+                    saved.check_fits(
+                        what, name, place, dtype=torch.float32 if what in (first, *MOMENTS) else None
+                    )
                     found |= saved.needed(what, name, place, start, count)
         return found

@@ -24,15 +24,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
-from typing import Any, cast
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.data import PackedUnits
-from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import CONTENT_ERRORS, from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.rank_shard import (
     EpochOrder,
@@ -50,14 +50,64 @@ from gpp_plugin.engine.loading.rank_shard import (
 )
 from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure, first_line
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.ir.tensors import merged_ranges
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, OneOf
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
 
-SAMPLES, STREAM = "samples", "stream"
-"""Kinds of positions in the data (`rank_shard`)."""
+SAMPLES, STREAM, EXTERNAL = "samples", "stream", "given"
+"""Kinds of positions in the data (`rank_shard`); the last is of a caller's."""
+_HAS = {
+    SAMPLES: {"mini_batches", "lists", "list_size", "samples", "generator", "sampler"},
+    STREAM: {"mini_batches", "lists", "list_size", "passes", "state"},
+    EXTERNAL: {"states"},
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Position:
+    """A position in the data as a checkpoint holds it: types and ranges; `_HAS` says which values a kind has."""
+
+    kind: Annotated[str, OneOf(tuple(_HAS))]
+    mini_batches: Index = 0
+    lists: Bytes = 0
+    list_size: Count | None = None
+    samples: Bytes = 0
+    passes: Index = 0
+    draws: bool = False
+    generator: Any = None
+    sampler: Any = None
+    state: Any = None
+    states: tuple[Any, ...] = ()
+
+
+def check_position(position: Any) -> None:
+    """Refuse a position that a checkpoint's file does not hold so, with all states in it.
+
+    Raises:
+        CheckpointError: says which value.
+    """
+    try:
+        found: _Position = from_plain(_Position, position)
+        if absent := sorted(_HAS[found.kind] - position.keys()):
+            raise CheckpointError(f"no {absent[0]}")
+        if found.kind == EXTERNAL and not found.states:
+            raise CheckpointError("no state of a loader")
+        generator = from_json(found.generator, tensor=None)
+        if generator is not None:
+            torch.Generator().set_state(generator)
+        for state in (found.sampler, found.state, *found.states):
+            from_json(state, tensor=None)
+    except (*CONTENT_ERRORS, CheckpointError) as error:
+        raise CheckpointError(
+            f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: "
+            f"{first_line(error)}); load another tag"
+        ) from error
+
+
 _MAX_PREFETCHED = 4
 """Mini-batches that are taken before they are trained, at most: points in the data are remembered for so many."""
 
@@ -240,16 +290,17 @@ class RowLoader:
         Raises:
             CheckpointError: it cannot be read.
         """
-        try:
-            begin = self._stream_point(position) if self._is_stream else self._epoch_point(position)
-            problem = self._problem_with(position, begin)
-            if isinstance(begin, EpochPoint) and begin.sampler is not None:
+        check_position(position)
+        begin = self._stream_point(position) if self._is_stream else self._epoch_point(position)
+        problem = self._problem_with(position, begin)
+        if isinstance(begin, EpochPoint) and begin.sampler is not None:
+            try:
                 cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
-        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
-            raise CheckpointError(
-                f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: {error}); load "
-                "another tag"
-            ) from error
+            except (*CONTENT_ERRORS, CheckpointError) as error:
+                raise CheckpointError(
+                    f"the batch sampler takes no such position in training_data ({type(error).__name__}: {error}); "
+                    "load another tag"
+                ) from error
         if problem and warns:
             logger.warning("%s", problem)
         self._end_iteration()
@@ -258,29 +309,27 @@ class RowLoader:
 
     def _epoch_point(self, position: Mapping[str, Any]) -> EpochPoint:
         """Return where a position is in a dataset with numbers; of another dataset, its beginning."""
-        number = int(position["mini_batches"])
+        number = position["mini_batches"]
         if position["kind"] != SAMPLES or position["samples"] != len(cast(Any, self.loader.dataset)):
             return EpochPoint(mini_batches=number)
-        lists, size, own = int(position["lists"]), position["list_size"], self.loader.batch_size
+        lists, size, own = position["lists"], position["list_size"], self.loader.batch_size
         return EpochPoint(
             mini_batches=number,
-            lists=lists if size is None or own is None else lists * int(size) // own,
+            lists=lists if size is None or own is None else lists * size // own,
             generator=from_json(position["generator"], tensor=None),
             sampler=from_json(position["sampler"], tensor=None),
         )
 
     def _stream_point(self, position: Mapping[str, Any]) -> StreamPoint:
-        number = int(position["mini_batches"])
+        number = position["mini_batches"]
         if position["kind"] != STREAM:
             return StreamPoint(mini_batches=number)
         state = from_json(position["state"], tensor=None)
         if state is not None and hasattr(self.loader.dataset, "load_state_dict"):
-            return StreamPoint(mini_batches=number, passes=int(position["passes"]), state=state)
+            return StreamPoint(mini_batches=number, passes=position["passes"], state=state)
         size = self.loader.batch_size
         assert size is not None, "a stream is not packed"
-        return StreamPoint(
-            mini_batches=number, dropped=int(position["lists"]) * int(position["list_size"]) // size
-        )
+        return StreamPoint(mini_batches=number, dropped=position["lists"] * position["list_size"] // size)
 
     def _problem_with(self, position: Mapping[str, Any], begin: EpochPoint | StreamPoint) -> str:
         """Return what a user should expect of continuing there; empty where all fits."""
@@ -300,7 +349,7 @@ class RowLoader:
                 f"training_data has {have} samples and had {position['samples']} when the checkpoint was saved: it is "
                 "read from its beginning"
             )
-        trained = int(position["lists"]) * int(position["list_size"] or 0)
+        trained = position["lists"] * (position["list_size"] or 0)
         if size is not None and trained % size:
             return (
                 f"{trained} samples of the epoch are trained, which are no whole number of batches of {size}: "

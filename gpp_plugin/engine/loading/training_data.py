@@ -10,17 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import CONTENT_ERRORS, from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.row_loader import RowLoader
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError
+from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, first_line
 from gpp_plugin.runtime.batches import Batch
 
 # Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
 
 
-EXTERNAL = "given"
-"""The kind of a position in a caller's data (`rank_shard`)."""
 _MOST_HELD = 4
 """Iterators without weak references (a list's, ``zip``, ``map``) of which a prefetched mini-batch is stored."""
 
@@ -304,6 +302,8 @@ class TrainingData:
             CheckpointError: it cannot be read.
         """
         warns = self._batch_source.rank == self._batch_source.source
+        if position is not None:
+            check_position(position)
         if position is None or (position.get("kind") == EXTERNAL) != (self._own is None):
             if self._own is None:
                 self._is_unplaced = True
@@ -321,7 +321,7 @@ class TrainingData:
         if self._own is not None:
             self._batch_source.drop_prefetched()
             self._own.restore(position, warns=warns)
-            self._num_returned = int(position["mini_batches"])
+            self._num_returned = position["mini_batches"]
             self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
         else:
             self._pending = position
@@ -340,11 +340,11 @@ class TrainingData:
 
     def _restore_external(self, position: Mapping[str, Any]) -> bool:
         """Let the caller's loader or iterator continue; return whether it could."""
-        states = position.get("states")
-        if not isinstance(states, list) or not states:
+        if position["kind"] != EXTERNAL:
             raise CheckpointError(
                 "the checkpoint's position in the data holds no state of a loader; load another tag"
             )
+        states = position["states"]
         if not hasattr(self._external, "load_state_dict"):
             if self._batch_source.rank == self._batch_source.source:
                 logger.warning(
@@ -354,7 +354,13 @@ class TrainingData:
                 )
             return False
         rank = self._batch_source.rank
-        self._external.load_state_dict(from_json(states[rank if rank < len(states) else 0], tensor=None))
+        try:
+            self._external.load_state_dict(from_json(states[rank if rank < len(states) else 0], tensor=None))
+        except CONTENT_ERRORS as error:
+            raise CheckpointError(
+                f"the {type(self._external).__name__} takes no such position in the data ({type(error).__name__}: "
+                f"{first_line(error)}); load another tag"
+            ) from error
         return True
 
     def apply(self, fn: Callable[[Any], Any]) -> None:

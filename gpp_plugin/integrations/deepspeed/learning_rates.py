@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -21,8 +22,11 @@ from deepspeed.runtime.fp16.loss_scaler import CreateLossScaler
 from deepspeed.runtime.precision_config import get_float16_config
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.engine.checkpoints.checkpoint_files import STATE, BrokenFile
+from gpp_plugin.engine.checkpoints.optimizer_pieces import check_like
+from gpp_plugin.errors import CheckpointError, ConfigError, RuntimeFailure
 from gpp_plugin.ir.typed_leaves import nearest_key
 
 OptimizerFactory = Callable[[Any], Optimizer]
@@ -162,20 +166,36 @@ class LearningRates:
             "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned.
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `load_state_dict` could not restore.
 
         Raises:
-            ConfigError: the number of groups, or whether there is a scheduler, has changed.
+            CheckpointError: the number of groups, or whether there is a scheduler, has changed; or a value is not of
+                its kind.
         """
         groups = self.mirror.param_groups
+        state = dict(state)  # not a tensor, which takes names as numbers
         if len(state["groups"]) != len(groups) or (state["scheduler"] is None) != (self.scheduler is None):
-            raise ConfigError(
-                f"the checkpoint has {len(state['groups'])} parameter groups and "
+            raise CheckpointError(
+                f"{STATE} has {len(state['groups'])} parameter groups and "
                 f"{'no' if state['scheduler'] is None else 'a'} scheduler; the configuration has {len(groups)} and "
                 f"{'no' if self.scheduler is None else 'a'} scheduler; keep both, or load without the scheduler"
             )
-        for group, saved in zip(groups, state["groups"], strict=True):
+        check_like(self.state_dict(), state, "engine.learning_rates", file=STATE)
+        kept = state["scheduler"] or {}
+        # torch's schedulers take a state as their attributes: a method's name would be one
+        if hidden := sorted(key for key in kept if callable(getattr(type(self.scheduler), key, None))):
+            raise BrokenFile(f"{STATE}: engine.learning_rates.scheduler has {hidden[0]!r}, a method's name")
+        wanted = () if isinstance(self.scheduler, LRScheduler) else self.state_dict()["scheduler"] or ()
+        if absent := sorted(set(wanted) - kept.keys()):
+            raise CheckpointError(
+                f"{STATE}: the schedule's state has no {absent[0]!r}, which a {type(self.scheduler).__name__} loads; "
+                "keep the scheduler, or load without its state"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned, and `check` takes."""
+        for group, saved in zip(self.mirror.param_groups, state["groups"], strict=True):
             group.update(saved)
         if self.scheduler is not None:
             self.scheduler.load_state_dict(state["scheduler"])
@@ -221,8 +241,21 @@ class LossScale:
         """Return what a checkpoint keeps: nothing of a static scale."""
         return {key: getattr(self._scaler, key) for key in _SCALER_STATE if self._scaler.dynamic}
 
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Refuse what `load_state_dict` could not restore.
+
+        Raises:
+            CheckpointError: it is no scale, or of a name that a scaler has not.
+        """
+        check_like(self.state_dict(), state, "engine.loss_scaler", file=STATE)
+        scale = state.get("cur_scale", 1.0) if self._scaler.dynamic else 1.0
+        if not set(state) <= set(_SCALER_STATE) or not 0.0 < scale < math.inf:
+            raise BrokenFile(
+                f"{STATE}: engine.loss_scaler is {str(dict(state))[:100]}, which is no loss scale"
+            )
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore what `state_dict` returned, and `check` takes."""
         if self._scaler.dynamic:
             vars(self._scaler).update(state)
 

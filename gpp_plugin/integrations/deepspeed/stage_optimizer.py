@@ -24,7 +24,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
 
-from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_kind
+from gpp_plugin.engine.checkpoints.optimizer_pieces import OptimizerPieces, check_saved
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.framework import StageReplica, StepCounters
 from gpp_plugin.engine.partitioned_gradients import FlatGroup
@@ -248,13 +248,13 @@ class DeepSpeedOptimizer:
             spans[name].append((fragment.start, fragment.num_elements))
         return spans
 
-    def check_kind(self, saved: StageOptimizerState) -> None:
-        """Refuse the state of another optimizer.
+    def check_saved(self, saved: StageOptimizerState) -> None:
+        """Refuse the state of another optimizer, and one that no optimizer has.
 
         Raises:
-            CheckpointError: names both.
+            CheckpointError: names both, or what is wrong.
         """
-        check_kind(self._masters.optimizer, saved)
+        check_saved(self._masters.optimizer, self._masters.fragments, saved)
 
     def restore(self, saved: StageOptimizerState) -> None:
         """Restore masters and optimizer state from those of any plan."""
@@ -264,6 +264,16 @@ class DeepSpeedOptimizer:
     def shared_state(self) -> dict[str, Any]:
         """Return the state of schedule and loss scaler: the same on every rank."""
         return {"learning_rates": self._rates.state_dict(), "loss_scaler": self._scale.state_dict()}
+
+    def check_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
+        """Refuse what `load_shared_state` could not restore; nothing changes.
+
+        Raises:
+            GppError: says what is wrong.
+        """
+        if load_scheduler and "learning_rates" in state:
+            self._rates.check(state["learning_rates"])
+        self._scale.check(state.get("loss_scaler", {}))
 
     def load_shared_state(self, state: Mapping[str, Any], *, load_scheduler: bool) -> None:
         """Restore what `shared_state` returned, the schedule if ``load_scheduler``."""

@@ -449,11 +449,11 @@ class GraphPipelineEngine(PipelineSurface):
         self._count_skipped(stepped, counters.global_steps)
         return torch.full((), loss, dtype=torch.float32, device=self.device)
 
-    def _look_at_model(self, *, is_training: bool = True) -> ConfigError | None:
+    def _look_at_model(self, *, is_training: bool = True) -> Exception | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
         try:
             self._watch.look(is_training=is_training)
-        except ConfigError as error:
+        except Exception as error:  # users' hooks are tried, and may raise whatever they like
             return error
         return None
 

@@ -39,7 +39,7 @@ from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, h
 from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.routes import BoundarySpecs, Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
-from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE, describe_error
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.recorder import Moment, Recorder
 from gpp_plugin.runtime.weight_versions import WeightVersions
@@ -453,9 +453,7 @@ def run_steps(
                 f"{_place(program, parts, instruction)}: a sum over ranks broke off: another rank is gone, or did not "
                 "come in the time its process group has"
             ) from error
-        raise RuntimeFailure(
-            f"{_place(program, parts, instruction)}: {type(error).__name__}: {error}"
-        ) from error
+        raise RuntimeFailure(f"{_place(program, parts, instruction)}: {describe_error(error)}") from error
     finally:
         for part in parts:
             part.release(is_carried=is_carried)

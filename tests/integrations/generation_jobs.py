@@ -303,6 +303,29 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     return answers
 
 
+def break_down(*args: Any, **kwargs: Any) -> Tensor:
+    """Take a module's place."""
+    raise ValueError("this layer is broken")
+
+
+def fail_on_one_rank(rank: int, cache: str) -> tuple[str, str]:
+    """Return what is said to a generation in which a module of the last stage fails on a rank, and who failed first."""
+    from gpp_plugin.runtime.ranks.job_board import job_board
+
+    models: list[Any] = []
+    engine = engine_of(
+        "llama",
+        lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
+        block={"stages": 2, "data_parallel": 2, "generate": {"block": 2, "cache": cache}},
+    )
+    if engine.global_rank == rank:
+        models[0].model.layers[-1].mlp.forward = break_down
+    said = said_of(lambda: engine.generate(**prompts("llama"), **ways("llama")["greedy"]))
+    board = job_board()
+    assert board is not None
+    return said, str(board.first)
+
+
 def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating.
 

@@ -84,6 +84,18 @@ def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
     assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14
 
 
+@pytest.mark.parametrize("cache", ["data", "sequence"])
+def test_a_module_that_fails_on_one_rank_is_in_the_error_of_all(cache: str) -> None:
+    place = f"(generation_jobs.py:{jobs.break_down.__code__.co_firstlineno + 2}, in break_down)"
+    for rank, (said, first) in enumerate(run_kept_ranks(jobs.fail_on_one_rank, 4, 3, cache)):
+        expected = f"engine.generate: rank 3: ValueError: this layer is broken {place}"
+        assert expected in said, (rank, said)
+        if cache == "sequence":  # the other replica waits in its next layer: nobody goes on
+            assert first.startswith("rank 3 (stage ") and expected in first, (rank, first)
+        else:
+            assert first == "None", "training goes on"
+
+
 @pytest.mark.parametrize("setting", [s for s in jobs.SETTINGS if "tensor ranks" in s])
 def test_tensor_ranks_share_the_prompts_and_train_on_as_if_nothing_were(setting: str, tmp_path: Path) -> None:
     """Each has its stage's weights whole meanwhile; the losses behind it are those without a generation, to the bit."""

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import (
     SilentStreamer,
     argument_facts,
@@ -64,6 +64,7 @@ from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
+from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
@@ -319,9 +320,7 @@ class Generator:
         except ReplicaStopped:
             if part.is_cut:  # the other replicas wait for this one in their next layer
                 failure = _named(None if run is None else run.failure, self._setting.rank)
-                raise failure or RuntimeFailure(
-                    "engine.generate: another rank of this one's replica failed; see its error"
-                ) from None
+                raise failure or CommTimeout("engine.generate: another rank of this replica failed") from None
             link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
         except Exception as error:
@@ -592,7 +591,7 @@ def _named(failure: Exception | None, rank: int) -> Exception | None:
 
 def _refused(failure: Exception, *, where: str = "") -> ConfigError:
     """Return what all ranks raise: by default what `generate` itself refuses on all of them alike."""
-    error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
+    error = ConfigError(f"engine.generate: {where}{describe_error(failure)}")
     error.__cause__ = failure
     return error
 

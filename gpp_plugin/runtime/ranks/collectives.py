@@ -38,6 +38,7 @@ from gpp_plugin.runtime.ranks.failure_board import (
     FailureBoard,
     FirstFailure,
     SeenRank,
+    describe_error,
     failure_of,
     name_of,
     place_of,
@@ -587,7 +588,7 @@ def _answer_of(error: Exception, what: str, rank: str) -> tuple[str, str]:
     """Return an error's class and text as all ranks raise it: one that is not ours says where it happened."""
     if isinstance(error, GppError):
         return type(error).__name__, str(error)
-    return "GppError", f"{rank}: {what} failed: {type(error).__name__}: {error}"
+    return "GppError", f"{rank}: {what} failed: {describe_error(error)}"
 
 
 def broadcast_result(

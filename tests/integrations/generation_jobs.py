@@ -316,7 +316,11 @@ def fail_on_one_rank(rank: int, cache: str) -> tuple[str, str]:
     engine = engine_of(
         "llama",
         lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
-        block={"stages": 2, "data_parallel": 2, "generate": {"block": 2, "cache": cache}},
+        block={
+            "stages": 2,
+            "generate": {"block": 2, "cache": cache},
+            **({"data_parallel": 2} if cache == "sequence" else {}),
+        },
     )
     if engine.global_rank == rank:
         models[0].model.layers[-1].mlp.forward = break_down

@@ -305,7 +305,8 @@ class Generator:
         # What ends a generation, and what the job does then:
         #
         #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue
-        #     a module of some rank      its next tensor says so, the replica's ranks stop there, and continue
+        #     a module of some rank      its next tensor says so, the replica's ranks stop there, and continue; but not
+        #                                where the module had written to a cache, so that it fails on shapes as well
         #     anything else              only this rank sees it; the others wait for it, and the job ends
         #
         # The first two stop the other micro-batches too: each rank says so with the next tensor that it sends in them.
@@ -324,6 +325,8 @@ class Generator:
             link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
         except Exception as error:
+            if run is not None and run.failure is not None:  # what it left half done fails on shapes, too
+                raise _refused(run.failure, where=f"rank {self._setting.rank}: ") from run.failure
             is_shared = run is None or (link.messages == before and not isinstance(error, CaptureError))
             if not is_shared or part.is_cut:
                 raise

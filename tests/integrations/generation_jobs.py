@@ -303,12 +303,19 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     return answers
 
 
-def break_down(*args: Any, **kwargs: Any) -> Tensor:
-    """Take a module's place."""
-    raise ValueError("this layer is broken")
+def break_down(module: nn.Module) -> None:
+    """Let a module fail on tensors, and not on shapes."""
+    works = module.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        if type(hidden) is Tensor:
+            raise ValueError("this layer is broken")
+        return works(hidden)
+
+    module.forward = forward  # type: ignore[method-assign]
 
 
-def fail_on_one_rank(rank: int, cache: str) -> tuple[str, str]:
+def fail_on_one_rank(rank: int, block: dict[str, Any], name: str) -> tuple[str, str]:
     """Return what is said to a generation in which a module of the last stage fails on a rank, and who failed first."""
     from gpp_plugin.runtime.ranks.job_board import job_board
 
@@ -316,14 +323,10 @@ def fail_on_one_rank(rank: int, cache: str) -> tuple[str, str]:
     engine = engine_of(
         "llama",
         lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
-        block={
-            "stages": 2,
-            "generate": {"block": 2, "cache": cache},
-            **({"data_parallel": 2} if cache == "sequence" else {}),
-        },
+        block={"stages": 2, **block},
     )
     if engine.global_rank == rank:
-        models[0].model.layers[-1].mlp.forward = break_down
+        break_down(models[0].get_submodule(name))
     said = said_of(lambda: engine.generate(**prompts("llama"), **ways("llama")["greedy"]))
     board = job_board()
     assert board is not None

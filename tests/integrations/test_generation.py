@@ -84,17 +84,22 @@ def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
     assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14
 
 
-@pytest.mark.parametrize(("ranks", "cache"), [(2, "data"), (4, "sequence")], ids=["data", "sequence"])
-def test_a_module_that_fails_on_one_rank_is_in_the_error_of_all(ranks: int, cache: str) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "block", "module"),
+    [
+        (2, {}, "model.layers.3.mlp"),  # its layer's cache has grown: it fails on shapes, too
+        (4, {"data_parallel": 2, "generate": {"block": 2, "cache": "sequence"}}, "lm_head"),  # the others stop together
+    ],
+    ids=["a grown cache", "cut caches"],
+)  # fmt: skip
+def test_a_module_that_fails_on_one_rank_is_in_the_last_line_of_all(
+    ranks: int, block: dict[str, Any], module: str
+) -> None:
     bad = ranks - 1
-    place = f"(generation_jobs.py:{jobs.break_down.__code__.co_firstlineno + 2}, in break_down)"
-    for rank, (said, first) in enumerate(run_kept_ranks(jobs.fail_on_one_rank, ranks, bad, cache)):
-        expected = f"engine.generate: rank {bad}: ValueError: this layer is broken {place}"
-        assert expected in said and first.startswith(f"rank {bad} (stage ") and expected in first, (
-            rank,
-            said,
-            first,
-        )
+    expected = f"engine.generate: rank {bad}: ValueError: this layer is broken (generation_jobs.py:"
+    for rank, (said, first) in enumerate(run_kept_ranks(jobs.fail_on_one_rank, ranks, bad, block, module)):
+        assert expected in said and "in forward)" in said, (rank, said)
+        assert first.startswith(f"rank {bad} (stage ") and expected in first, (rank, first)
 
 
 @pytest.mark.parametrize("setting", [s for s in jobs.SETTINGS if "tensor ranks" in s])

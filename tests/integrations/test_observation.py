@@ -318,7 +318,11 @@ def slowed(block: dict[str, Any], factor: float) -> list[str]:
     return [r.getMessage() for r in records if "slow" in r.getMessage()]
 
 
-@pytest.mark.parametrize("block", [{"stages": 1}, {"stages": 2}], ids=["replicas", "stages"])
+@pytest.mark.parametrize(
+    "block",
+    [{"stages": 1}, {"stages": 2}, {"stages": 2, "mode": "async"}],
+    ids=["replicas", "stages", "mode async"],
+)
 def test_a_rank_with_a_real_delay_is_named_on_four_ranks(block: dict[str, Any]) -> None:
     assert run_ranks(slowed, 4, block, 1.2) == [[], [], [], []]
     said, *others = run_ranks(slowed, 4, block, 1.6)

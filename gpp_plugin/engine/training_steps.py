@@ -35,11 +35,12 @@ from gpp_plugin.engine.metrics import Metrics, share_of_loss
 from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_step import StepResult
-from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure
+from gpp_plugin.errors import CommTimeout, GppError
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.collectives import Collectives
+from gpp_plugin.runtime.ranks.job_board import shared_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.orders.gpipe import forward_only_stages
@@ -377,9 +378,10 @@ class DataCheck:
             ) from error
 
 
-def different_data(step: int, *, checksum: int, rank: int) -> RuntimeFailure:
-    """Return the error of ranks that were given different mini-batches."""
-    return RuntimeFailure(
+def different_data(step: int, *, checksum: int, rank: int) -> GppError:
+    """Return the error of ranks that were given different mini-batches, which all of them raise."""
+    return shared_error(
+        "RuntimeFailure",
         f"step {step}: the ranks were given different mini-batches (checksum {checksum} on rank {rank}); give every "
-        "rank the same stream of batches: no DistributedSampler, the same shuffle seed everywhere"
+        "rank the same stream of batches: no DistributedSampler, the same shuffle seed everywhere",
     )

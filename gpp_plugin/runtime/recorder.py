@@ -27,12 +27,15 @@ Moment = float | torch.cuda.Event
 
 def spent_us(tasks: Sequence[tuple[Moment, Moment]]) -> float | None:
     """Return what tasks took together, by their starts and ends; None while the device has not come through them."""
-    if not all(isinstance(end, float) or end.query() for _, end in tasks):
-        return None
-    return sum(
-        end - start if isinstance(start, float) else start.elapsed_time(end) * 1e3  # type: ignore[operator,arg-type]
-        for start, end in tasks
-    )
+    total = 0.0
+    for start, end in tasks:
+        if isinstance(start, float) or isinstance(end, float):
+            total += end - start  # type: ignore[operator]
+        elif not end.query():
+            return None
+        else:
+            total += start.elapsed_time(end) * 1e3
+    return total
 
 
 class Recorder:
@@ -50,7 +53,7 @@ class Recorder:
     def __init__(self, *, rank: int, stage: int, device: torch.device) -> None:
         self._rank = rank
         self._stage = stage
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._events: list[Event] = []
         self._noted: list[tuple[dict[str, Any], Moment, Moment]] = []
         self._tasks: list[tuple[Moment, Moment]] = []
@@ -61,7 +64,7 @@ class Recorder:
         """Note the times of tasks in ``tasks``; if it is on, all else too, which `finish` puts into ``events``."""
         self._events, self._tasks, self.is_on = events, tasks, is_on
         self._noted.clear()
-        if is_on and self._device.type == "cuda":
+        if is_on and self._is_cuda:
             # Ties the stream's marks to the host's clock, before anything of the mini-batch is posted.
             mark = self._mark()
             mark.synchronize()
@@ -87,7 +90,7 @@ class Recorder:
 
     def moment(self) -> Moment:
         """Return this moment, whether it is on or not; on CUDA nothing is waited for."""
-        return self._mark() if self._device.type == "cuda" else _host_us()
+        return self._mark() if self._is_cuda else time.perf_counter_ns() / 1e3
 
     def _mark(self) -> torch.cuda.Event:
         mark = torch.cuda.Event(enable_timing=True)

@@ -325,12 +325,23 @@ def fail_on_one_rank(rank: int, block: dict[str, Any], name: str) -> tuple[str, 
         lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
         block={"stages": 2, **block},
     )
-    if engine.global_rank == rank:
+    if engine.global_rank == rank and name != "streamer":
         break_down(models[0].get_submodule(name))
-    said = said_of(lambda: engine.generate(**prompts("llama"), **ways("llama")["greedy"]))
+    given = {"streamer": BrokenStreamer()} if name == "streamer" else {}
+    asked = prompts("llama", 1 if given else 4)
+    said = said_of(lambda: engine.generate(**asked, **ways("llama")["greedy"], **given))
     board = job_board()
     assert board is not None
+    if board.first is None:
+        said += f"; then {train(engine, 'llama', [9])[0] > 0}"
     return said, str(board.first)
+
+
+class BrokenStreamer(Kept):
+    """A streamer that fails before any rank has computed something."""
+
+    def put(self, value: Tensor) -> None:
+        raise ValueError("this layer is broken")
 
 
 def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import (
-    SilentStreamer,
+    RankStreamer,
     argument_facts,
     attention_weights,
     cache_layers,
@@ -163,7 +163,7 @@ class Generator:
         agree(facts, what="a look at what each rank generates from", group=group)
         if any(streams):  # a streamer is rank 0's, whichever rank has one; the others print nothing
             own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
-            arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
+            arguments = {**arguments, "streamer": RankStreamer(own_streamer)}
         samples = samples_of(model, arguments)
         are_cut = self._are_cut(model, arguments, samples)
         parts = self._parts(samples, is_cut=are_cut)
@@ -305,7 +305,7 @@ class Generator:
         # What ends a generation, and what the job does then:
         #
         #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue
-        #     a module of some rank      its next tensor says so, the replica's ranks stop there, and continue; but not
+        #     a module or the streamer   its next tensor says so, the replica's ranks stop there, and continue; but not
         #                                where the module had written to a cache, so that it fails on shapes as well
         #     anything else              only this rank sees it; the others wait for it, and the job ends
         #
@@ -345,6 +345,10 @@ class Generator:
     ) -> _Outcome:
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run, self._memories))
+            if (
+                run is not None and "streamer" in arguments
+            ):  # as of a module: with the next tensor all hear of it
+                arguments["streamer"].note = functools.partial(setattr, run, "failure")
             caches: list[Any] = [None]
             note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
             around.callback(note.remove)

@@ -85,12 +85,10 @@ def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("bad", ["dataset", "collate_fn", "iterator", "evaluation"])
-def test_data_that_fails_on_one_rank_is_in_the_last_line_of_all(bad: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("bad", ["dataset", "collate_fn", "iterator", "evaluation", "hook", "callback"])
+def test_code_of_the_user_that_fails_on_one_rank_is_in_the_last_line_of_all(bad: str, tmp_path: Path) -> None:
     uses_loader = bad in ("dataset", "collate_fn")
-    settings = FaultSettings(
-        directory=str(tmp_path), block={"stages": 2}, bad_data=bad, uses_loader=uses_loader
-    )
+    settings = FaultSettings(directory=str(tmp_path), block={"stages": 2}, bad=bad, uses_loader=uses_loader)
     for each in run_job(settings, 2):
         assert each.code == 1 and "rank 1 " in each.last_line, each.said[-1500:]
         assert "rank 0" not in each.last_line, each.said[-1500:]

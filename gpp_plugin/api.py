@@ -162,7 +162,7 @@ def make_request(
         config = read_options(options)
         devices = _cluster(cluster, config.num_devices, config.dtype)
         device = devices.devices[0]
-        mini_batch, loss_unit = _batch_sizes(model, devices.num_devices, config)
+        mini_batch, loss_unit = _batch_sizes(model, len(devices.devices), config)
         if _is_library_model(model):
             graph, profile = library_model(
                 str(model), sizes or {}, device, mini_batch=mini_batch, granularity=options.get("granularity")
@@ -181,7 +181,7 @@ def make_request(
             graph=graph,
             profile=profile,
             cluster=devices,
-            num_ranks=devices.num_devices,
+            num_ranks=len(devices.devices),
             mini_batch=mini_batch,
             loss_unit=loss_unit,
             micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
@@ -384,9 +384,9 @@ def _cluster(source: ClusterSource, num_devices: int | None, dtype: str | None =
                 f"{place_of('dtype')}: {dtype}, and cluster {source.name!r} has speeds in {source.devices[0].dtype}; "
                 "give its description instead"
             )
-        if num_devices not in (None, source.num_devices):
+        if num_devices not in (None, len(source.devices)):
             raise ConfigError(
-                f"{place_of('num_devices')}: {num_devices}, and cluster {source.name!r} has {source.num_devices} "
+                f"{place_of('num_devices')}: {num_devices}, and cluster {source.name!r} has {len(source.devices)} "
                 "devices; give its description instead to add or leave out nodes"
             )
         return source

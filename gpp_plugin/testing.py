@@ -38,11 +38,10 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plugins import PLANNERS, SCHEDULES, TRANSPORTS, Planner, Schedule
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
-from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight
 from gpp_plugin.schedule.checks.order_check import check_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 __all__ = [

@@ -12,10 +12,11 @@ import pytest
 
 import gpp_benchmarks
 from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
-from gpp_plugin.errors import EXTRAS
+from gpp_plugin.errors import EXTRAS, ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
+from gpp_plugin.library.named_models import huggingface_model
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import timeline_overlap
@@ -308,6 +309,54 @@ def test_plan_of_an_encoder_that_sees_and_a_decoder(tmp_path, capsys):
     for command in (["plan"], ["compare", "--cluster", "dgx_h100"]):
         assert main([*command, *options]) == 1
         assert "length: ViTForImageClassification takes no text" in capsys.readouterr().err
+
+
+_FEW = {
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "positions", "most"),
+    [
+        ("bert", "BertForMaskedLM", {"max_position_embeddings": 40}, 40),
+        ("roberta", "RobertaForMaskedLM", {"max_position_embeddings": 42, "pad_token_id": 1}, 40),
+        ("gptj", "GPTJForCausalLM", {"n_positions": 40, "rotary_dim": 4}, 40),
+        (
+            "opt",
+            "OPTForCausalLM",
+            {"max_position_embeddings": 40, "ffn_dim": 16, "word_embed_proj_dim": 16},
+            40,
+        ),
+        ("llama", "LlamaForCausalLM", {"max_position_embeddings": 40}, None),
+        (
+            "t5",
+            "T5ForConditionalGeneration",
+            {"n_positions": 40, "d_kv": 8, "decoder_start_token_id": 0},
+            None,
+        ),
+    ],
+)
+def test_a_length_is_planned_as_asked_or_refused(family, kind, positions, most, tmp_path, caplog):
+    """Beyond a table of positions there are no rows; rotary and relative positions are computed, for any length."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, "architectures": [kind], **_FEW, **positions}))
+    widths = []
+    for length in (40, 41):
+        try:
+            _, batches = huggingface_model(path, loss_unit=2, lengths=[8, length])
+        except ConfigError as error:
+            assert f"length: {length} is beyond the {most} positions" in str(error)
+        else:
+            widths.append([batch["input_ids"].shape[1] for batch in batches])
+    assert widths == [[8, 40]] if most else [[8, 40], [8, 41]]
+    assert ("computes its positions" in caplog.text) == (most is None)
+    _, [batch] = huggingface_model(path, loss_unit=2, lengths=[41], are_asked=False)
+    assert batch["input_ids"].shape[1] == (most or 41)
 
 
 def test_plan_with_memory_optimization(capsys, tmp_path):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.stock_chain import crossing_edges
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.build import plan_in_flight
 
 FORWARD_US = 20_000.0
 BACKWARD_US = 40_000.0

@@ -36,7 +36,7 @@ from gpp_benchmarks._linear_stages import (
     worst_error,
 )
 from gpp_benchmarks._random_plans import Draw, forward_only_of, random_plan, with_family
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.plugins import Transport
 from gpp_plugin.runtime.executor import RankExecutor, StageExecutor
@@ -44,7 +44,6 @@ from gpp_plugin.runtime.messages.mailbox import LocalTransfers
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import (
     ProgramPlace,
     ProgramSet,

@@ -281,7 +281,7 @@ def search_bottleneck(request: PlanRequest) -> float | None:
     order = {block.name: i for i, block in enumerate(request.graph.blocks)}
     dependencies = nx.relabel_nodes(request.graph.dependencies(), order)
     root = build_series(request.graph, costs, rules, decompose(dependencies), has_absorption=False)
-    wish = rules.wishes()[0]
+    wish = rules.wishes[0]
     search = make_search(request, costs, rules, root, wish, len(order))
     for t in search.times():
         if (search.fewest_devices(float(t)) <= request.num_ranks).any():

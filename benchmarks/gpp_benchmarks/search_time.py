@@ -205,7 +205,7 @@ def time_search(model: str, request: PlanRequest, planner: str, limit: float) ->
         "devices": request.num_ranks,
         "planner": planner,
         "blocks": len(request.graph.blocks),
-        "micro_batch_sizes": len(batch_rules(request).wishes()),
+        "micro_batch_sizes": len(batch_rules(request).wishes),
         "is_search": planner not in WITHOUT_SEARCH,
         "bottleneck_us_per_sample": None,
         "depth": None,

@@ -157,7 +157,7 @@ def _search(planner: str, request: PlanRequest, *, may_share: bool) -> tuple[Cal
             block_orders(request.graph)
         )
     if planner == ONE_SIZE:
-        return functools.partial(plan_with_one_size, request), len(batch_rules(request).wishes())
+        return functools.partial(plan_with_one_size, request), len(batch_rules(request).wishes)
     return functools.partial(_plan, planner, request), 1
 
 
@@ -179,7 +179,7 @@ def plan_with_one_size(request: PlanRequest, *, planner: str = "auto") -> Pipeli
         PlanInfeasible: there is none.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    bounds = {size: _least_us(request, costs, size) for size in batch_rules(request).wishes()}
+    bounds = {size: _least_us(request, costs, size) for size in batch_rules(request).wishes}
     best, problem = None, None
     # those likely to win first: they spare the search of sizes that cannot
     for size in sorted(bounds, key=lambda size: bounds[size] * (1 + size / request.mini_batch)):

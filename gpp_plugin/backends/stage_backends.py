@@ -36,7 +36,7 @@ from gpp_plugin.backends.measured_backends import (
 from gpp_plugin.backends.place_forward import UNMATCHED, CuttableForward, place_forward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plugins import BACKENDS, find_backend, named_backends
 from gpp_plugin.report.progress import step
@@ -45,7 +45,6 @@ from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.stage_module import StageCode, StageFunction
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)
 

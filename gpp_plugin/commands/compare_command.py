@@ -31,7 +31,7 @@ from gpp_plugin.compare.compare_settings import (
     default_config,
 )
 from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names
-from gpp_plugin.compare.simulated import simulate_modes
+from gpp_plugin.compare.simulated import simulate_mode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.key_names import JSON_NAMES, CommandNames, place_of, use_names
 from gpp_plugin.config.reader import flat_keys, load_deepspeed_json, nested_keys, read_options
@@ -40,8 +40,8 @@ from gpp_plugin.ir.serialize import output_path, write_text_whole
 from gpp_plugin.launch import require_modules
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.cluster_files import cluster_names
-from gpp_plugin.plan.request import PlanRequest, searching
-from gpp_plugin.report.progress import step
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.report.progress import searching, step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
@@ -182,17 +182,13 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
         f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
         f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
     )
+    rows = []
+    make_graph = functools.partial(plan_for, **plan_choices(options))
     with step("plan") as progress:
-        mode_at = [""]
-
-        def begin(mode: str) -> None:
-            mode_at[0] = mode
+        for mode in modes:
             progress.note(mode)
-
-        with searching(lambda phase: progress.note(f"{mode_at[0]}, {phase}")):
-            rows = simulate_modes(
-                request, modes, functools.partial(plan_for, **plan_choices(options)), tell=begin
-            )
+            with searching(lambda phase, mode=mode: progress.note(f"{mode}, {phase}")):
+                rows.append(simulate_mode(mode, request, make_graph))
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
     print(f"\n{format_modes(rows, _SIMULATED)}")

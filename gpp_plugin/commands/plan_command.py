@@ -20,7 +20,7 @@ from gpp_plugin.commands.command_parser import (
     read_sizes,
 )
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
-from gpp_plugin.compare.simulated import simulate_modes, simulated_row
+from gpp_plugin.compare.simulated import simulate_mode, simulated_row
 from gpp_plugin.config.block import PlanOptions
 from gpp_plugin.config.key_names import name_of, place_of, use_names
 from gpp_plugin.config.reader import read_options
@@ -35,9 +35,9 @@ from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.request import PlanRequest, searching
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
-from gpp_plugin.report.progress import step
+from gpp_plugin.report.progress import searching, step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table, printable
 
 LONG_SECONDS = 5.0
@@ -200,8 +200,11 @@ def _against(
         schedule = options.schedule if has_chain else "auto"
         return plan_for(line, planner=planner, schedule=schedule, slicing=options.slicing)
 
+    rows = []
     with step("plan the baselines") as progress, searching(progress.note):
-        rows = simulate_modes(request, modes, make_chain, tell=progress.note)
+        for mode in modes:
+            progress.note(mode)
+            rows.append(simulate_mode(mode, request, make_chain))
     rows.append(simulated_row(GRAPH, plan, request))
     lines = [format_against(rows)]
     lines += [

@@ -21,7 +21,6 @@ from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.integrations.huggingface.hf_models import (
     FIRST_ORDINARY_ID,
     build_model_of,
-    check_has_text,
     config_of,
     make_example_batch,
     read_hf_config,
@@ -151,9 +150,12 @@ def _huggingface_model(settings: CompareSettings) -> BuiltModel:
     name = settings.model
     config = config_of(TINY[name], name) if name in TINY else read_hf_config(name)
     model = build_model_of(config)
-    example = make_example_batch(model, num_samples=settings.mini_batch, length=settings.text_length)
-    if settings.length is not None:
-        check_has_text(model, example)
+    example = make_example_batch(
+        model,
+        num_samples=settings.mini_batch,
+        length=settings.text_length,
+        is_asked=settings.length is not None,
+    )
     # 0 where the batch holds no token ids (a vision model); then nothing below is drawn from it.
     vocabulary = config.get_text_config().vocab_size if "input_ids" in example or "labels" in example else 0
 

@@ -26,7 +26,7 @@ from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.make import linear_order
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, rank_limit, unlimited
+from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, unlimited
 
 # The best chain of our own tools: what a model reaches without a graph of stages, everything else being equal.
 #
@@ -102,14 +102,11 @@ MakePlan = Callable[[PlanRequest], PipelinePlan]
 """Plans a request with the planner, schedule and slices that the user names."""
 
 
-def simulate_modes(
-    request: PlanRequest, modes: Sequence[str], make_graph: MakePlan, *, tell: Callable[[str], None]
-) -> list[dict[str, Any]]:
-    """Return a row a mode: its stages, simulated milliseconds and fullest rank, or why it cannot run this.
+def simulate_mode(mode: str, request: PlanRequest, make_graph: MakePlan) -> dict[str, Any]:
+    """Return a mode's row: its stages, simulated milliseconds and fullest rank, or why it cannot run this.
 
     Args:
         make_graph: makes the graph's plan, and the chain's of the request in a line.
-        tell: called with each mode before it is planned.
     """
     makers: dict[str, MakePlan] = {
         SINGLE: single_plan,
@@ -117,20 +114,16 @@ def simulate_modes(
         CHAIN: lambda request: best_chain(request, make_graph),
         GRAPH: make_graph,
     }
-    rows = []
-    for mode in modes:
-        tell(mode)
-        try:
-            rows.append(simulated_row(mode, makers[mode](request), request))
-        except PlanError as error:
-            ranks = 1 if mode == SINGLE else request.num_ranks
-            rows.append({"mode": mode, "how": "simulated", "ranks": ranks, "refused": str(error)})
-    return rows
+    try:
+        return simulated_row(mode, makers[mode](request), request)
+    except PlanError as error:
+        ranks = 1 if mode == SINGLE else request.num_ranks
+        return {"mode": mode, "how": "simulated", "ranks": ranks, "refused": str(error)}
 
 
 def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[str, Any]:
     """Return what a table of modes says of a plan."""
-    full = [(stage.memory_bytes, rank_limit(request, rank)) for stage in plan.stages for rank in stage.ranks]
+    full = [(stage.memory_bytes, request.rank_limits[rank]) for stage in plan.stages for rank in stage.ranks]
     peak, limit = max(full, key=lambda pair: pair[0] - pair[1])
     return {
         "mode": mode,

@@ -31,7 +31,7 @@ from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
-from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch, joined_breakdown
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource
@@ -59,7 +59,6 @@ from gpp_plugin.runtime.unit_patterns import UnitPatterns
 from gpp_plugin.runtime.weight_versions import MakePlaces
 from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_prefetch
 from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import (
     SYNCHRONOUS,
     ProgramSet,

@@ -36,6 +36,7 @@ from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
@@ -43,7 +44,6 @@ from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.ranks.job_board import shared_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 logger = logging.getLogger(__name__)
 

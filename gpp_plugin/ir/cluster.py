@@ -39,6 +39,11 @@ class Device:
         return self.flops_per_s * self.efficiency, self.memory_bytes_per_s, self.launch_us
 
 
+def distinct_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Return one device of each speed, in the order in which they come."""
+    return tuple({device.speeds: device for device in reversed(devices)}.values())[::-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A level of the network: ranks in one group of ``span`` consecutive ranks are joined by it.
@@ -89,7 +94,7 @@ class Cluster:
     @property
     def is_mixed(self) -> bool:
         """Return whether its devices are of several speeds."""
-        return len({device.speeds for device in self.devices}) > 1
+        return len(distinct_devices(self.devices)) > 1
 
     @property
     def has_adapters(self) -> bool:

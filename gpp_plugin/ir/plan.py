@@ -6,6 +6,7 @@ Tests: tests/plan/test_asynchronous.py, tests/plan/test_memory_breakdown.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Annotated, Any
@@ -13,7 +14,8 @@ from typing import Annotated, Any
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.tensors import SampleRange, TensorSpec, task_samples
+from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.tensors import SampleRange, TensorSpec
 from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
 
 
@@ -159,6 +161,18 @@ def gathered_together(gathered: Sequence[int], free_bytes: int) -> int:
     return first + second if first + second <= free_bytes else first
 
 
+def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
+    """Return M of a rank that holds several stages: the sum of theirs, but of what is gathered the largest alone.
+
+    Args:
+        peaks: by stage, M and of it P - P / p.
+
+    >>> rank_bytes([(100, 40), (80, 30)])
+    150
+    """
+    return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
+
+
 LOSS_KEY = "loss"
 """What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
 
@@ -269,12 +283,13 @@ class Stage:
 
     def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
         """Return the samples of the mini-batch that ``rank`` computes in (half of) ``micro_batch``."""
-        whole = task_samples(
-            micro_batch=micro_batch,
-            micro_batch_size=self.micro_batch_size,
-            position=self.position(rank)[0],
-            degree=self.degree,
-        )
+        # A mini-batch of 16, micro-batches of 8, 2 ranks; who computes which samples:
+        #     micro-batch      0               1
+        #     rank 0       0  1  2  3     8  9 10 11
+        #     rank 1       4  5  6  7    12 13 14 15
+        local = self.local_batch_size
+        first = micro_batch * self.micro_batch_size + self.position(rank)[0] * local
+        whole = SampleRange(first_sample=first, num_samples=local)
         return whole if half is None else whole.halves()[half]
 
 
@@ -459,3 +474,120 @@ class PipelinePlan:
             return yielding[0]
         meant = f" ({LOSS_KEY!r} means {names[yielding[0]]!r})" if len(yielding) == 1 else ""
         raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")
+
+
+def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> float:
+    """Return the microseconds that the plan gives a task of ``stage``: the one definition of its parts' times."""
+    if kind is TaskKind.FORWARD:
+        if half is None:
+            return stage.forward_us
+        # 0 means that halves were not measured: a kernel's start-up cost is then not counted twice.
+        return stage.half_forward_us or stage.forward_us / 2.0
+    if kind is TaskKind.BACKWARD:
+        return stage.backward_us
+    # Both are tested, since one may truly be 0: a stage without weights has no weight
+    # gradient, and the first stage no input gradient.
+    if not stage.input_gradient_us and not stage.weight_gradient_us:
+        return stage.backward_us / 2.0
+    return stage.input_gradient_us if kind is TaskKind.INPUT_GRADIENT else stage.weight_gradient_us
+
+
+# What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for, where no gradient flows.
+
+
+def check_divisibility(plan: PipelinePlan, index: int) -> None:
+    """Refuse a stage whose micro-batches or ranks do not divide evenly.
+
+    Raises:
+        PlanError: says which number does not divide which.
+    """
+    stage = plan.stages[index]
+    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
+        raise PlanError(
+            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
+            f"mini-batch of {plan.mini_batch}; choose a divisor"
+        )
+    if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
+        raise PlanError(
+            f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks; "
+            "give it as many ranks as data x tensor"
+        )
+    if not stage.ranks or stage.micro_batch_size % stage.degree:
+        raise PlanError(
+            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
+            f"{stage.micro_batch_size} samples; choose a multiple"
+        )
+
+
+def sinks_first(plan: PipelinePlan) -> list[int]:
+    """Return the stage indices so that every stage comes after all its successors.
+
+    Raises:
+        PlanError: the stages depend on each other in a circle.
+    """
+    waiting = [0] * len(plan.stages)
+    incoming: list[list[int]] = [[] for _ in plan.stages]
+    for edge in plan.edges:
+        incoming[edge.dst].append(edge.src)
+        waiting[edge.src] += 1
+    ready = [index for index, count in enumerate(waiting) if count == 0]
+    order = []
+    while ready:
+        index = ready.pop()
+        order.append(index)
+        for other in incoming[index]:
+            waiting[other] -= 1
+            if waiting[other] == 0:
+                ready.append(other)
+    if len(order) < len(plan.stages):
+        circle = [plan.stages[i].name for i, count in enumerate(waiting) if count]
+        raise PlanError(f"the stages {circle} depend on each other in a circle; no schedule can run them")
+    return order
+
+
+def stages_behind(plan: PipelinePlan) -> list[set[int]]:
+    """Return for each stage the stages that depend on it, directly or not."""
+    behind: list[set[int]] = [set() for _ in plan.stages]
+    successors: list[list[int]] = [[] for _ in plan.stages]
+    for edge in plan.edges:
+        successors[edge.src].append(edge.dst)
+    for index in sinks_first(plan):
+        for other in successors[index]:
+            behind[index] |= {other} | behind[other]
+    return behind
+
+
+def on_own_ranks(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with ranks of its own for every stage: itself where no stages share any."""
+    if not plan.shares_ranks:
+        return plan
+    ends = itertools.accumulate(len(stage.ranks) for stage in plan.stages)
+    return plan.with_each(
+        ranks=[tuple(range(end - len(s.ranks), end)) for end, s in zip(ends, plan.stages, strict=True)]
+    )
+
+
+def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
+    """Return whether other stages wait for a stage's input gradients, so that splitting its backward helps."""
+    return any(edge.dst == stage and edge.gradient_tensors for edge in plan.edges)
+
+
+def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
+    """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
+
+    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
+    """
+    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
+    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
+
+
+def frozen_branch(plan: PipelinePlan) -> frozenset[int]:
+    """Return the forward-only stages that depend on the mini-batch alone: all that is before them is forward-only too.
+
+    Nothing that training changes reaches them, so they may run a mini-batch before its turn. A forward-only stage
+    behind a trained one (it reads tensors without gradients) is none of them.
+    """
+    found = set(forward_only_stages(plan))
+    while late := {edge.dst for edge in plan.edges if edge.src not in found and edge.dst in found}:
+        found -= late
+    return frozenset(found)

@@ -122,23 +122,6 @@ class SampleRange:
         )
 
 
-def task_samples(*, micro_batch: int, micro_batch_size: int, position: int, degree: int) -> SampleRange:
-    """Return what rank ``position`` of ``degree`` computes of a stage's micro-batch.
-
-    A stage's micro-batch holds ``micro_batch_size`` consecutive samples; its ranks take equal,
-    consecutive parts.
-
-    >>> task_samples(micro_batch=1, micro_batch_size=8, position=1, degree=2)
-    SampleRange(first_sample=12, num_samples=4)
-    """
-    # A mini-batch of 16, micro-batches of 8, 2 ranks; who computes which samples:
-    #     micro-batch      0               1
-    #     rank 0       0  1  2  3     8  9 10 11
-    #     rank 1       4  5  6  7    12 13 14 15
-    local = micro_batch_size // degree
-    return SampleRange(first_sample=micro_batch * micro_batch_size + position * local, num_samples=local)
-
-
 def nearest_divisors(number: int, wanted: int) -> tuple[int, ...]:
     """Return the divisors of ``number`` next below and next above ``wanted``, as far as there are any.
 
@@ -182,3 +165,12 @@ def even_ranges(count: int, number: int) -> list[range]:
     """
     ends = [at * (count // number) + min(at, count % number) for at in range(number + 1)]
     return [range(first, behind) for first, behind in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def adam_bytes(dtype: str) -> int:
+    """Return what Adam holds of a trained parameter: two fp32 moments, and fp32 weights beside those of half precision.
+
+    >>> adam_bytes("fp32"), adam_bytes("bf16")
+    (8, 12)
+    """
+    return 8 if dtype == "fp32" else 12

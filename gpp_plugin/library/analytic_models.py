@@ -13,8 +13,7 @@ from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockShardin
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, batch_layout, element_bytes
-from gpp_plugin.plan.costs.memory_formula import adam_bytes
+from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, batch_layout, element_bytes
 from gpp_plugin.plan.request import TENSOR_SIZES
 
 # How long matrix products take by their size: the efficiency curve behind micro-batch sizes.

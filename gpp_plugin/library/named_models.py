@@ -19,11 +19,11 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, element_bytes
+from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, element_bytes
 from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.costs.long_context import LayerShape
-from gpp_plugin.plan.costs.memory_formula import adam_bytes, with_inputs
+from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import planned_profile
 
 if TYPE_CHECKING:  # names and library models are planned without torch
@@ -125,15 +125,14 @@ def huggingface_model(
     """Return a HuggingFace model on the meta device, and batches of one loss unit for it.
 
     Args:
-        lengths: tokens of a text, of each batch; a model may have places for fewer.
-        are_asked: a model without texts is refused.
+        lengths: tokens of a text, of each batch, the longest last; a model may have places for fewer.
+        are_asked: they are the user's, and refused where the model cannot be trained at the longest.
 
     Raises:
         ConfigError: the file is no configuration of a model that the installed transformers knows.
     """
     from gpp_plugin.integrations.huggingface.hf_models import (
         build_on_meta,
-        check_has_text,
         make_example_batch,
         read_hf_config,
     )
@@ -141,9 +140,12 @@ def huggingface_model(
     config = read_hf_config(path)
     try:
         model = build_on_meta(config)
-        batches = [make_example_batch(model, num_samples=loss_unit, length=length) for length in lengths]
-        if are_asked:
-            check_has_text(model, batches[0])
+        batches = [
+            make_example_batch(
+                model, num_samples=loss_unit, length=length, is_asked=are_asked and length == max(lengths)
+            )
+            for length in lengths
+        ]
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
     return model, batches

@@ -37,7 +37,7 @@ from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
 from gpp_plugin.ir.backend_costs import CompiledCost, StageBackend
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.model.graph.captured_part import CapturedPart
@@ -53,7 +53,6 @@ from gpp_plugin.report.units import format_ms
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import restored_streams
 from gpp_plugin.runtime.stage_module import Reference, StageFunction
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 # Plans that know what blocks cost compiled: each distinct one measured beside torch's, before stages are cut.
 #

@@ -70,11 +70,10 @@ from gpp_plugin.model.preparation import (
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
-from gpp_plugin.plan.request import searching
 from gpp_plugin.plugins import may_split_backward
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
-from gpp_plugin.report.progress import shown_as, step
+from gpp_plugin.report.progress import searching, shown_as, step
 from gpp_plugin.runtime.batches import Batch, UnitRule
 from gpp_plugin.runtime.rank_programs import held_tensors
 from gpp_plugin.runtime.rank_runner import RankRunner

@@ -48,7 +48,7 @@ from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
-from gpp_plugin.plugins import find_schedule, schedule_label
+from gpp_plugin.plugins import KFKB, find_schedule, k_of, schedule_label
 from gpp_plugin.profile.analytic_costs import default_sample_counts
 from gpp_plugin.profile.block_survey import UNSPLITTABLE
 from gpp_plugin.profile.job_cluster import JobCluster, find_cluster
@@ -56,6 +56,7 @@ from gpp_plugin.profile.machine import read_machine
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference
+from gpp_plugin.schedule.build import with_schedule
 
 logger = logging.getLogger(__name__)
 
@@ -320,13 +321,19 @@ def _check_agreement(plan: PipelinePlan, config: GraphPipelineConfig, spec: Mapp
     ):
         if key == "schedule" and not _names_its_order(spec):
             continue  # it receives its schedule afterwards
-        if wanted == "kfkb" and all(stage.schedule == "1f1b" and stage.k > 1 for stage in plan.stages):
+        if key == "schedule" and _runs_k(plan, config.schedule):
             continue
         if wanted != "auto" and has != [wanted]:
             shown = " and ".join(str(value) for value in has)
             raise ConfigError(
                 f"graph_pipeline.{key}: {wanted} is requested, graph_pipeline.plan has {shown}; remove one of them"
             )
+
+
+def _runs_k(plan: PipelinePlan, schedule: str) -> bool:
+    """Return whether the plan's stages run the kFkB that is named, each with as many micro-batches as it has."""
+    k = max(2, *(stage.k for stage in plan.stages)) if schedule == KFKB else k_of(schedule)
+    return k is not None and with_schedule(plan, "1f1b", k) == plan
 
 
 def _check_sizes(

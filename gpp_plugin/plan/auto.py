@@ -198,7 +198,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
     baselines: dict[str, Candidate] = {}
-    for name, drafts in _baseline_stages(request, report):
+    for name, drafts in _baseline_stages(request, trees):
         start = refiner.from_drafts(drafts, max(d.micro_batch_size for d in drafts))
         candidates.append(start)
         baselines[name] = start
@@ -211,7 +211,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     fitter = fitter_for(request, costs)
     if fitter is not None:
         joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter, report=report)
-        more = [drafts for _, drafts in _baseline_stages(unlimited(request), report)]
+        more = [drafts for _, drafts in _baseline_stages(unlimited(request), trees)]
         finalists += join_memory(request, costs, finalists, search, joint, more=more)
     plan = best_evaluated(request, costs, finalists, fitter, planner="auto", notes=notes)
     if plan is None:
@@ -268,10 +268,10 @@ def _best(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(fitting, key=lambda c: c.score)[:NUM_EVALUATED]
 
 
-def _baseline_stages(request: PlanRequest, report: SearchReport) -> Iterator[tuple[str, list[StageDraft]]]:
+def _baseline_stages(request: PlanRequest, trees: SearchTrees) -> Iterator[tuple[str, list[StageDraft]]]:
     """Yield the names of the planners worth asking that have a plan, and its stages."""
-    for name in _baselines(request, report):
-        report.begin(f"planner {name}")
+    for name in _baselines(request, trees):
+        trees.report.begin(f"planner {name}")
         try:
             baseline = run_planner(name, request)
         except PlanError as error:
@@ -288,19 +288,17 @@ def _baseline_stages(request: PlanRequest, report: SearchReport) -> Iterator[tup
         yield name, [StageDraft.of(stage) for stage in baseline.stages]
 
 
-def _baselines(request: PlanRequest, report: SearchReport) -> tuple[str, ...]:
+def _baselines(request: PlanRequest, trees: SearchTrees) -> tuple[str, ...]:
     """Return the planners worth asking: all on a chain, where theirs is the whole search space.
 
     None where devices are of several speeds, which they take for alike, or where tensor sizes are explicit.
     """
-    if request.cluster.is_mixed:
-        return ()
-    if request.tensor_parallel not in (1, None):
-        return ()  # nearly all of them know size 1 alone
+    if trees.costs.is_mixed or request.tensor_parallel not in (1, None):
+        return ()  # nearly all of them know tensor size 1 alone
     size = len(request.graph.blocks) * request.num_ranks
     if size > MAX_BASELINE_SIZE:
-        report.leave_out(f"what {', '.join(BASELINES)} plan (more than {MAX_BASELINE_SIZE} blocks x ranks)")
+        trees.report.leave_out(
+            f"what {', '.join(BASELINES)} plan (more than {MAX_BASELINE_SIZE} blocks x ranks)"
+        )
         return ()
-    order = request.graph.dependencies()
-    is_chain = all(order.in_degree(block) <= 1 and order.out_degree(block) <= 1 for block in order)
-    return BASELINES + (SLOW_BASELINES if is_chain and size <= MAX_SLOW_SIZE else ())
+    return BASELINES + (SLOW_BASELINES if trees.is_chain and size <= MAX_SLOW_SIZE else ())

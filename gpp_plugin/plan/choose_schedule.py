@@ -21,7 +21,7 @@ from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -33,16 +33,13 @@ from gpp_plugin.plan.make import (
     with_pending,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks, rank_limit
+from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
 from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, schedule_label, unknown_schedule
-from gpp_plugin.schedule.build import build_schedules, with_slices
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_schedule, with_slices
 from gpp_plugin.schedule.event_loop import Durations
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
-from gpp_plugin.schedule.orders.stage_order import stages_behind
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 logger = logging.getLogger(__name__)
@@ -261,8 +258,7 @@ def candidate_schedules(
 
 def _under(plan: PipelinePlan, schedule: str, k: int) -> PipelinePlan:
     """Return the plan with one schedule on all stages and its in-flight counts."""
-    count = len(plan.stages)
-    changed = plan.with_each(schedule=[schedule] * count, k=[k] * count)
+    changed = with_schedule(plan, schedule, k)
     return changed.with_each(in_flight=plan_in_flight(changed))
 
 
@@ -538,7 +534,7 @@ class _Chooser:
             _, stage, rank = memory_excess(self._request, candidates[0])
             raise PlanInfeasible(
                 f"stage {stage.name!r} holds {stage.in_flight} micro-batches under {schedule_label(stage)} and needs "
-                f"{stage.memory_bytes} bytes, rank {rank} has {rank_limit(self._request, rank)}; write "
+                f"{stage.memory_bytes} bytes, rank {rank} has {self._request.rank_limits[rank]}; write "
                 f"{setting_of('schedule', '1f1b')}, or lower {name_of('micro_batch_sizes')}"
             )
         timed = [choose_slicing(c, slicing=self._slicing, **self._context) for c in fitting]
@@ -547,7 +543,7 @@ class _Chooser:
     def _most(self, index: int) -> int:
         """Return how many micro-batches of a stage its ranks' memory holds, at most all of them."""
         stage = self._plan.stages[index]
-        limit = min(rank_limit(self._request, rank) for rank in stage.ranks)
+        limit = min(self._request.rank_limits[rank] for rank in stage.ranks)
         none, one = (self._costs.memory_of(stage, in_flight) for in_flight in (0, 1))
         count = self._plan.num_micro_batches(index)
         return count if one <= none else min(count, max((limit - none) // (one - none), 0))
@@ -602,7 +598,7 @@ def fitted_split(
         stages = []
         for stage, pending in zip(plain.stages, counted.stages, strict=True):
             # what the pending micro-batches leave of its ranks
-            limit = min(rank_limit(request, rank) for rank in stage.ranks)
+            limit = min(request.rank_limits[rank] for rank in stage.ranks)
             limit -= pending_bytes(stage, costs, pending.pending)
             stages.append(fitter.fitted_stage(stage, limit=limit))
         current = with_part_times(dataclasses.replace(plan, stages=tuple(stages)), costs)

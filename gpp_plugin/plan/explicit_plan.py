@@ -22,14 +22,8 @@ from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.make import (
-    build_plan,
-    complete_plan,
-    make_drafts,
-    pending_bytes,
-    stage_edges,
-    with_in_flight,
-)
+from gpp_plugin.plan.costs.memory_formula import complete_plan
+from gpp_plugin.plan.make import build_plan, make_drafts, pending_bytes, stage_edges, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.refine.degrees import choose_degrees
@@ -220,7 +214,7 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
             dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
             for draft, stage in zip(drafts, stages, strict=True)
         ]
-        for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.wishes())
+        for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.wishes)
         if drafts is not None
     ]
     if not candidates:
@@ -292,7 +286,7 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
         PlanInfeasible: always.
     """
     for stage in stages:
-        if any(rules.micro_batch_size(stage.blocks, stage.degree, wish) for wish in rules.wishes()):
+        if any(rules.micro_batch_size(stage.blocks, stage.degree, wish) for wish in rules.wishes):
             continue
         unit = rules.loss_unit * stage.degree
         why = (
@@ -348,11 +342,11 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
     degrees = _explicit_degrees(stages, request.num_ranks)
     listed = [degree for degree in degrees if degree is not None]
     if len(listed) == len(degrees):
-        candidates = [make_drafts(rules, groups, listed, w) for w in rules.wishes()]
+        candidates = [make_drafts(rules, groups, listed, w) for w in rules.wishes]
     elif listed:
         raise PlanError("plan: give ranks or devices for every stage or for none")
     else:
-        candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.wishes()]
+        candidates = [choose_degrees(request, costs, rules, groups, w) for w in rules.wishes]
     drafts = [
         [
             dataclasses.replace(
@@ -594,7 +588,7 @@ def _explain(
     for stage, group, degree in zip(stages, groups, degrees, strict=True):
         if degree is None:
             continue
-        if not any(rules.micro_batch_size(group, degree, wish) for wish in rules.wishes()):
+        if not any(rules.micro_batch_size(group, degree, wish) for wish in rules.wishes):
             label = stage.get("name", group[0])
             coupled = sorted(set(group) & rules.coupled)
             why = (

@@ -31,11 +31,11 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.cluster import distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
-    distinct_devices,
     full_pipeline_us,
     interval_sums,
     link_for_span,
@@ -46,7 +46,7 @@ from gpp_plugin.plan.costs.cost_model import (
 )
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
 from gpp_plugin.plan.make import linear_order, with_ranks
-from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import BatchRules, PlanRequest
 
 # Which stages share a node: a finished plan's stages take their ranks in another order where that is quicker.
 #
@@ -75,7 +75,9 @@ def exchange_stages(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     Nothing is exchanged where all ranks are alike and joined by one level of links, or where stages share ranks.
     """
     # it matters on which ranks a stage is, and few enough tasks are to be simulated
-    is_placed = min(link.span for link in request.cluster.links) < plan.num_ranks or request.cluster.is_mixed
+    is_placed = (
+        min(link.span for link in request.cluster.links) < request.num_ranks or request.cluster.is_mixed
+    )
     if len(plan.stages) < 2 or plan.shares_ranks or not is_placed or plan.num_rank_tasks > MAX_RANK_TASKS:
         return plan
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
@@ -138,7 +140,7 @@ def _crossing_bytes(plan: PipelinePlan, costs: CostModel) -> list[float]:
 
 def _fits(plan: PipelinePlan, request: PlanRequest) -> bool:
     return all(
-        stage.memory_bytes <= rank_limit(request, rank) for stage in plan.stages for rank in stage.ranks
+        stage.memory_bytes <= request.rank_limits[rank] for stage in plan.stages for rank in stage.ranks
     )
 
 
@@ -207,7 +209,7 @@ def ranked_partitions(
     """Yield partitions that suit the ranks in their order, and their micro-batch sizes; those likely to win first."""
     found: list[tuple[float, Groups, int]] = []
     chain = _RankedChain(request, costs, rules)
-    for wish in rules.wishes():
+    for wish in rules.wishes:
         for num_stages, slowest_us, groups in chain.partitions(wish):
             us = full_pipeline_us(request.mini_batch, wish, num_stages, slowest_us)
             found.append((us, groups, wish))
@@ -245,7 +247,7 @@ class _RankedChain:
             value = np.full((ranks + 1, num + 1), np.inf)
             choice = np.full((ranks + 1, num + 1), -1, dtype=np.int64)
             for end in range(1, ranks + 1):
-                for degree in self.rules.degrees():
+                for degree in self.rules.degrees:
                     times = self._times(wish, end - degree, end) if degree <= end else None
                     if times is None:
                         continue

@@ -1,6 +1,5 @@
 """The one way from groups of blocks to a PipelinePlan: order, names, ranks, edges, in-flight, costs.
 
-`complete_plan` adds what running a finished plan without its model needs: boundary tensors, gradient bytes.
 A plan that is made is changed here too: other ranks, what messages take, backwards in two parts.
 """
 
@@ -13,25 +12,21 @@ from typing import Any
 
 import networkx as nx
 import numpy as np
-import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, sinks_first
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, even_ranges
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, prefix_sums
-from gpp_plugin.plan.costs.memory_formula import sharded_profile
+from gpp_plugin.plan.costs.cost_model import CostModel, prefix_sums
 from gpp_plugin.plan.request import BatchRules, PlanRequest
 from gpp_plugin.plan.stage_names import name_stages
 from gpp_plugin.plugins import find_schedule
+from gpp_plugin.schedule.build import least_samples, plan_in_flight
 from gpp_plugin.schedule.event_loop import MessageCosts
 from gpp_plugin.schedule.messages import activation_bytes, gradient_bytes
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from gpp_plugin.schedule.orders.stage_order import sinks_first
-from gpp_plugin.schedule.orders.table_2 import least_samples
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -413,22 +408,6 @@ def assign_ranks(
     return found
 
 
-def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
-    """Return the plan with the specs of its edges' tensors and the gradient bytes of its stages.
-
-    Args:
-        graph, profile: those the plan was made for.
-    """
-    costs = {
-        tensor: sharded_profile(profile, graph, tensor).by_block()
-        for tensor in {stage.tensor for stage in plan.stages}
-    }
-    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
-    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
-    plan = plan.with_each(gradient_bytes=gradients)
-    return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
-
-
 # What messages between stages take, for orders that reckon with it (`StageEdge.message_us`).
 #
 #     micro-batches of 8 samples on 2 ranks, then of 8 on 4 ranks, 1 MB a sample: a message holds 2 samples, 2 MB; on a
@@ -620,56 +599,3 @@ def pending_bytes(stage: Stage, costs: CostModel, pending: int) -> int:
 def splits_backwards(plan: PipelinePlan) -> bool:
     """Return whether a stage's schedule makes backwards in two parts."""
     return any(find_schedule(stage.schedule).splits_backward for stage in plan.stages)
-
-
-# The micro-batch sizes of many stages at once: what `BatchRules.micro_batch_size` says, for arrays of stages.
-#
-# Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
-# to none. Each such class has one size a degree.
-
-Ints = npt.NDArray[np.int64]
-
-
-class SizeClasses:
-    """The classes of one request.
-
-    Args:
-        names: of the blocks, in the order of the last axis of `flags`.
-    """
-
-    def __init__(self, rules: BatchRules, names: Sequence[str]) -> None:
-        self.rules = rules
-        self._fixed = sorted(set(rules.fixed.values()))
-        rows = [[name in rules.coupled for name in names]]
-        rows += [[rules.fixed.get(name) == size for name in names] for size in self._fixed]
-        self.flags: Floats = np.array(rows, dtype=float)
-        """[flag, block]: coupled, then fixed to the first of the sizes, to the second, ..."""
-
-    def of(self, counts: Floats) -> Ints:
-        """Return [...] the class of each stage.
-
-        Args:
-            counts: [flag, ...] how many of a stage's blocks have the flag.
-        """
-        # coupled 1, fixed to 8, and to 32:    none  coupled  8     8 and coupled  32    8 and 32
-        # class                                0     1        2     3              4     -1, which has no size
-        held = counts > 0.5
-        sizes = np.arange(1, len(self._fixed) + 1).reshape(-1, *(1,) * (counts.ndim - 1))
-        classes = 2 * (held[1:] * sizes).sum(axis=0) + held[0]
-        found: Ints = np.where(held[1:].sum(axis=0) > 1, -1, classes).astype(np.int64)
-        return found
-
-    def sizes(self, classes: Ints, degree: int, wish: int) -> Ints:
-        """Return [...] the micro-batch size of stages of these classes on ``degree`` ranks, 0 where there is none."""
-        table = [
-            self.rules.size_of(fixed, is_coupled, degree, wish) or 0
-            for fixed in (None, *self._fixed)
-            for is_coupled in (False, True)
-        ]
-        found: Ints = np.array([*table, 0])[classes]
-        return found
-
-    @property
-    def are_alike(self) -> bool:
-        """Return whether all stages of a plan have the same size, whatever their degrees."""
-        return not self.rules.coupled and not self.rules.fixed

@@ -12,9 +12,9 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
-from gpp_plugin.plan.make import complete_plan
 from gpp_plugin.plan.request import PlanRequest, TensorRules, check_request, one_stage_a_rank, tensor_rules
 from gpp_plugin.plan.tied_blocks import joined_request, parted
 from gpp_plugin.plan.validate_plan import validate_for

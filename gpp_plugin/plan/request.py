@@ -9,12 +9,14 @@ Tests: tests/plan/test_joined.py, tests/plan/test_plan_command.py, tests/plan/te
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import difflib
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
@@ -84,24 +86,23 @@ class PlanRequest:
     colocate: bool = False
     rank_order: tuple[int, ...] | None = None
     tensor_parallel: int | dict[str, int] | None = 1
+    rank_limits: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """By rank the bytes that it may use."""
+    must_share_ranks: bool = field(init=False, repr=False, compare=False)
+    """Only plans whose ranks hold several stages are an answer."""
+    may_share_ranks: bool = field(init=False, repr=False, compare=False)
+    """Plans whose ranks hold several stages are wanted, or to be tried."""
 
-    @property
-    def must_share_ranks(self) -> bool:
-        """Return whether only plans whose ranks hold several stages are an answer."""
-        return (self.virtual_stages or 1) > 1 or (self.num_stages or 1) * (
-            self.data_parallel or 1
-        ) > self.num_ranks
-
-    @property
-    def may_share_ranks(self) -> bool:
-        """Return whether plans whose ranks hold several stages are wanted, or to be tried."""
-        return self.must_share_ranks or self.virtual_stages is None or self.colocate
-
-
-def rank_limit(request: PlanRequest, rank: int) -> int:
-    """Return the bytes that ``rank`` may use."""
-    limit = request.cluster.devices[rank].memory_bytes
-    return limit if request.memory_limit_bytes is None else min(limit, request.memory_limit_bytes)
+    def __post_init__(self) -> None:
+        most = UNLIMITED if self.memory_limit_bytes is None else self.memory_limit_bytes
+        limits = tuple(min(device.memory_bytes, most) for device in self.cluster.devices)
+        fixed_ranks = (self.num_stages or 1) * (self.data_parallel or 1)
+        must_share = (self.virtual_stages or 1) > 1 or fixed_ranks > self.num_ranks
+        object.__setattr__(self, "rank_limits", limits)
+        object.__setattr__(self, "must_share_ranks", must_share)
+        object.__setattr__(
+            self, "may_share_ranks", must_share or self.virtual_stages is None or self.colocate
+        )
 
 
 def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
@@ -141,12 +142,12 @@ def check_request(request: PlanRequest) -> None:
     if num_blocks == 0:
         raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
     try:
-        r.profile.check(block.name for block in r.graph.blocks)
+        r.profile.check([block.name for block in r.graph.blocks])
     except ProfileError as error:
         raise PlanError(str(error)) from error
-    if not 1 <= r.num_ranks <= r.cluster.num_devices:
+    if not 1 <= r.num_ranks <= len(r.cluster.devices):
         raise PlanError(
-            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {r.cluster.num_devices} "
+            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {len(r.cluster.devices)} "
             "devices; change the number of ranks or the cluster description"
         )
     counts = {"mini_batch": r.mini_batch, "loss_unit": r.loss_unit, "stages": r.num_stages}
@@ -416,16 +417,19 @@ class BatchRules:
             a tensor with one value a unit, and all others where the request keeps units.
         fixed: block -> micro-batch size of its stage, as the user wants it.
         smallest_local: fewest samples one rank may compute at a time.
-        universal: the size of all other stages that are not coupled, as the user wants it.
+        wishes: sizes worth trying for all other stages that are not coupled, increasing; the user's alone, if any.
+        degrees: data-parallel degrees that can divide a micro-batch, increasing.
+        grids: these degrees with tensor sizes that the ranks are enough for, fewest ranks first.
     """
 
     mini_batch: int
     loss_unit: int
-    num_ranks: int
     data_parallel: int | None
     coupled: frozenset[str]
     fixed: dict[str, int]
-    universal: int | None
+    wishes: list[int]
+    degrees: list[int]
+    grids: list[tuple[int, int]]
     smallest_local: int = 1
     tensors: TensorRules = field(default_factory=TensorRules)
 
@@ -445,7 +449,7 @@ class BatchRules:
     def sizes(self, blocks: Iterable[str], degree: int) -> list[int]:
         """Return the micro-batch sizes that a stage of these blocks may have on so many ranks, increasing."""
         names = list(blocks)
-        found = {self.micro_batch_size(names, degree, wish) for wish in self.wishes()}
+        found = {self.micro_batch_size(names, degree, wish) for wish in self.wishes}
         return sorted(size for size in found if size is not None)
 
     def size_of(self, fixed: int | None, is_coupled: bool, degree: int, wish: int) -> int | None:
@@ -457,38 +461,6 @@ class BatchRules:
         if size // degree < self.smallest_local:
             return None
         return size
-
-    def degrees(self) -> list[int]:
-        """Return the data-parallel degrees that can divide a micro-batch, increasing."""
-        if self.data_parallel is not None:
-            return [self.data_parallel]
-        return [d for d in range(1, self.num_ranks + 1) if self.mini_batch % d == 0]
-
-    def grids(self) -> list[tuple[int, int]]:
-        """Return data-parallel degrees with tensor sizes that the ranks are enough for, fewest ranks first."""
-        found = [
-            (d, t) for t in self.tensors.sizes for d in self.degrees() if d * t <= self.num_ranks or t == 1
-        ]
-        return sorted(found, key=lambda grid: (grid[0] * grid[1], grid[1]))
-
-    def wishes(self) -> list[int]:
-        """Return the universal micro-batch sizes worth trying, increasing.
-
-        All divisors of the mini-batch where they are few; otherwise the powers of two among them, the
-        multiples of the loss unit by powers of two, and the mini-batch itself.
-        """
-        if self.universal is not None:
-            return [self.universal]
-        every = divisors(self.mini_batch)
-        if len(every) <= MAX_SWEEP:
-            return every
-        return [
-            d
-            for d in every
-            if d & (d - 1) == 0
-            or d == self.mini_batch
-            or (d % self.loss_unit == 0 and (d // self.loss_unit) & (d // self.loss_unit - 1) == 0)
-        ]
 
 
 def batch_rules(request: PlanRequest) -> BatchRules:
@@ -508,17 +480,41 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     if request.keep_units and universal is None:
         coupled |= {block.name for block in graph.blocks if block.name not in fixed}
         universal = request.loss_unit
+    degrees = [d for d in range(1, request.num_ranks + 1) if request.mini_batch % d == 0]
+    if request.data_parallel is not None:
+        degrees = [request.data_parallel]
+    tensors = tensor_rules(request)
+    grids = [(d, t) for t in tensors.sizes for d in degrees if d * t <= request.num_ranks or t == 1]
     return BatchRules(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
-        num_ranks=request.num_ranks,
         data_parallel=request.data_parallel,
         coupled=coupled,
         fixed=fixed,
-        universal=universal,
+        wishes=_sizes_to_try(request) if universal is None else [universal],
+        degrees=degrees,
+        grids=sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])),
         smallest_local=request.smallest_local_batch,
-        tensors=tensor_rules(request),
+        tensors=tensors,
     )
+
+
+def _sizes_to_try(request: PlanRequest) -> list[int]:
+    """Return the micro-batch sizes worth trying where the user wants none, increasing.
+
+    All divisors of the mini-batch where they are few; otherwise the powers of two among them, the
+    multiples of the loss unit by powers of two, and the mini-batch itself.
+    """
+    every, unit = divisors(request.mini_batch), request.loss_unit
+    if len(every) <= MAX_SWEEP:
+        return every
+    return [
+        d
+        for d in every
+        if d & (d - 1) == 0
+        or d == request.mini_batch
+        or (d % unit == 0 and (d // unit) & (d // unit - 1) == 0)
+    ]
 
 
 def coupled_blocks(graph: BlockGraph) -> frozenset[str]:
@@ -575,6 +571,59 @@ def _module_paths(graph: BlockGraph) -> list[str]:
     return list(paths)
 
 
+# The micro-batch sizes of many stages at once: what `BatchRules.micro_batch_size` says, for arrays of stages.
+#
+# Stages are alike where they hold coupled blocks or none, and blocks that the user fixes to one and the same size or
+# to none. Each such class has one size a degree.
+
+Floats, Ints = npt.NDArray[np.float64], npt.NDArray[np.int64]
+
+
+class SizeClasses:
+    """The classes of one request.
+
+    Args:
+        names: of the blocks, in the order of the last axis of `flags`.
+    """
+
+    def __init__(self, rules: BatchRules, names: Sequence[str]) -> None:
+        self.rules = rules
+        self._fixed = sorted(set(rules.fixed.values()))
+        rows = [[name in rules.coupled for name in names]]
+        rows += [[rules.fixed.get(name) == size for name in names] for size in self._fixed]
+        self.flags: Floats = np.array(rows, dtype=float)
+        """[flag, block]: coupled, then fixed to the first of the sizes, to the second, ..."""
+
+    def of(self, counts: Floats) -> Ints:
+        """Return [...] the class of each stage.
+
+        Args:
+            counts: [flag, ...] how many of a stage's blocks have the flag.
+        """
+        # coupled 1, fixed to 8, and to 32:    none  coupled  8     8 and coupled  32    8 and 32
+        # class                                0     1        2     3              4     -1, which has no size
+        held = counts > 0.5
+        sizes = np.arange(1, len(self._fixed) + 1).reshape(-1, *(1,) * (counts.ndim - 1))
+        classes = 2 * (held[1:] * sizes).sum(axis=0) + held[0]
+        found: Ints = np.where(held[1:].sum(axis=0) > 1, -1, classes).astype(np.int64)
+        return found
+
+    def sizes(self, classes: Ints, degree: int, wish: int) -> Ints:
+        """Return [...] the micro-batch size of stages of these classes on ``degree`` ranks, 0 where there is none."""
+        table = [
+            self.rules.size_of(fixed, is_coupled, degree, wish) or 0
+            for fixed in (None, *self._fixed)
+            for is_coupled in (False, True)
+        ]
+        found: Ints = np.array([*table, 0])[classes]
+        return found
+
+    @property
+    def are_alike(self) -> bool:
+        """Return whether all stages of a plan have the same size, whatever their degrees."""
+        return not self.rules.coupled and not self.rules.fixed
+
+
 # What a planner says of its own search: where it is, and what it left out for want of time.
 #
 # Limits on time are counts (tasks simulated, items of a table), so that a request gives the same plan on any machine.
@@ -595,7 +644,7 @@ class SearchReport:
         self._rejected: dict[str, None] = {}
 
     def begin(self, phase: str) -> None:
-        """Publish what is searched now (`searching`)."""
+        """Publish what is searched now (`report.progress.searching`)."""
         logger.debug("%s", phase)
 
     def leave_out(self, what: str) -> None:
@@ -615,31 +664,3 @@ class SearchReport:
         """Return what was rejected and left out, as the notes of a plan."""
         left_out = (f"{LEFT_OUT}{'; '.join(self._left_out)}",) if self._left_out else ()
         return (*self._rejected, *left_out)
-
-
-class _Listener(logging.Handler):
-    """Passes phases on."""
-
-    def __init__(self, show: Callable[[str], None]) -> None:
-        super().__init__()
-        self._show = show
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show the phase that a search has come to."""
-        self._show(record.getMessage())
-
-
-@contextlib.contextmanager
-def searching(show: Callable[[str], None]) -> Iterator[None]:
-    """Show what is searched at each moment of the block, on the rank that searches."""
-    handler, level, propagates = _Listener(show), logger.level, logger.propagate
-    # these messages stay on where they were turned on, and appear nowhere else
-    logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
-    logger.addHandler(handler)
-    logger.setLevel(logging.DEBUG)
-    try:
-        yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(level)
-        logger.propagate = propagates

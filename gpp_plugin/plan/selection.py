@@ -14,10 +14,9 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, rank_bytes, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
-from gpp_plugin.plan.costs.memory_formula import rank_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
@@ -28,10 +27,8 @@ from gpp_plugin.plan.request import (
     PlanRequest,
     batch_rules,
     limit_gb,
-    rank_limit,
     unlimited,
 )
-from gpp_plugin.schedule.orders.stage_order import sinks_first
 
 MOST_TRIED = 4
 """Numbers of ranks that are planned, where none can be shared out, before nothing is suggested."""
@@ -47,7 +44,7 @@ def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage,
             if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
                 largest[rank] = stage
     over = [
-        (int(rank_bytes(peaks)) - rank_limit(request, rank), largest[rank], rank)
+        (int(rank_bytes(peaks)) - request.rank_limits[rank], largest[rank], rank)
         for rank, peaks in needs.items()
     ]
     return max(over, key=lambda item: item[0])
@@ -179,7 +176,7 @@ def explain_infeasible(
     shared_out = (
         choose_degrees(request, costs, rules, groups, wish, ignore_memory=True)
         for groups in found
-        for wish in rules.wishes()
+        for wish in rules.wishes
     )
     for drafts in itertools.chain(tried, shared_out):
         if drafts is None:
@@ -194,8 +191,8 @@ def explain_infeasible(
     if fitter is not None:
         plan = fitter.fitted(plan)
         excess, stage, rank = max(memory_excess(request, plan), closest[0], key=lambda worst: worst[0])
-    limit = rank_limit(request, rank)
-    lacking = {r: s.memory_bytes - rank_limit(request, r) for s in plan.stages for r in s.ranks}
+    limit = request.rank_limits[rank]
+    lacking = {r: s.memory_bytes - request.rank_limits[r] for s in plan.stages for r in s.ranks}
     others = sum(num_bytes > 0 for num_bytes in lacking.values()) - 1
     used = f" with {' and '.join(request.memory_optimization)}" if fitter is not None else ""
     knob = _memory_knob(request, costs, stage, limit)
@@ -251,7 +248,7 @@ def _rank_problem(
             cluster=dataclasses.replace(request.cluster, devices=devices),
         )
         chooser = DegreeChooser(other, costs, batch_rules(other))
-        wishes = chooser.rules.wishes()
+        wishes = chooser.rules.wishes
         partitions = [[chooser.sets.mask_of(group) for group in groups] for groups in groupings]
         if any(chooser.choose(m, w, ignore_memory=True) is not None for m in partitions for w in wishes):
             tried += 1
@@ -467,7 +464,7 @@ def _with_limit(request: PlanRequest, limit: int) -> PlanRequest:
 
 def _least_limit(request: PlanRequest, has_plan: HasPlan, missing_bytes: int) -> int | None:
     """Return about the least memory of a rank with which there is a plan."""
-    low = max(rank_limit(request, rank) for rank in range(request.num_ranks))
+    low = max(request.rank_limits[rank] for rank in range(request.num_ranks))
     high = low + missing_bytes
     for _ in range(MOST_STEPS):
         if has_plan(_with_limit(request, high)):

@@ -50,8 +50,8 @@ def validate_plan(
     check_stages(plan)
     _check_blocks(plan, graph)
     check_form(plan)
-    if cluster is not None and plan.num_ranks > cluster.num_devices:
-        raise PlanError(f"the plan uses {plan.num_ranks} ranks; {cluster.name!r} has {cluster.num_devices}")
+    if cluster is not None and plan.num_ranks > len(cluster.devices):
+        raise PlanError(f"the plan uses {plan.num_ranks} ranks; {cluster.name!r} has {len(cluster.devices)}")
     _check_coupled(plan, graph)
     _check_tensor_sizes(plan, graph)
     _check_edges(plan, graph)

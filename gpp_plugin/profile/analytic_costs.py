@@ -38,9 +38,8 @@ from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, OpNode, Parame
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
 from gpp_plugin.ir.serialize import fingerprint
-from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, adam_bytes
 from gpp_plugin.plan.costs.cost_model import roofline_us
-from gpp_plugin.plan.costs.memory_formula import adam_bytes
 
 ADAM_STATE_BYTES = adam_bytes("fp32")
 """Two fp32 moments a parameter; add 4 for the fp32 master copy of mixed precision."""

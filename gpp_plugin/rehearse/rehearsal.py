@@ -18,7 +18,7 @@ from pathlib import Path
 from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import ConfigError, GppError, PlanError
 from gpp_plugin.ir.cluster import Cluster, Device, Link
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stage_task_us
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint, load, save
@@ -29,10 +29,8 @@ from gpp_plugin.plan.plan_form import check_form, read_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, lengthened
 from gpp_plugin.schedule.checks.validate_programs import validate_async, validate_programs
-from gpp_plugin.schedule.event_loop import stage_task_us
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import ProgramSet, lower_async
 from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.predict import (

@@ -21,7 +21,7 @@ from gpp_plugin.report.units import (
     shorten_name,
     with_printable,
 )
-from gpp_plugin.schedule.orders.in_flight import in_flight_from_source
+from gpp_plugin.schedule.build import in_flight_from_source
 
 # A memory report as text: what is predicted to fill each rank, what was found there, and what to change.
 

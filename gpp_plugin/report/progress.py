@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import threading
@@ -147,3 +148,36 @@ def shown_as(name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
 def _somebody_looks() -> bool:
     rank = next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), "0")
     return rank == "0" and sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+
+
+SEARCHES = "gpp_plugin.plan.request"
+"""The logger on which planners say what they search."""
+
+
+class _Listener(logging.Handler):
+    """Passes phases on."""
+
+    def __init__(self, show: Callable[[str], None]) -> None:
+        super().__init__()
+        self._show = show
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show the phase that a search has come to."""
+        self._show(record.getMessage())
+
+
+@contextlib.contextmanager
+def searching(show: Callable[[str], None]) -> Iterator[None]:
+    """Show what is searched at each moment of the block, on the rank that searches."""
+    logger = logging.getLogger(SEARCHES)
+    handler, level, propagates = _Listener(show), logger.level, logger.propagate
+    # these messages stay on where they were turned on, and appear nowhere else
+    logger.propagate = propagates and logger.isEnabledFor(logging.DEBUG)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagates

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from gpp_plugin.capture.captured_graph import resized
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
@@ -25,7 +25,6 @@ from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 
 
 def tied_stages(plan: PipelinePlan, reference: Reference) -> dict[str, tuple[int, ...]]:

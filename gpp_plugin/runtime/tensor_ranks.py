@@ -17,7 +17,7 @@ A graph has regions on a rank's own parts, and sums where they end (`shard_graph
 
     captured                            rank 0 of 2
     h = norm(x)                         h = norm(x)
-                                        s = shared(h)
+                                        s = shared(h)              its linear readers' weight gradients: beside the sum
     q = linear(h, wq)                   q = linear(s, wq)          wq is this rank's rows
     v = view(q, [2, 8, 4, 8])           v = view(q, [2, 8, 2, 8])
     o = linear(a, wo, bo)               p = linear(a, wo)          wo is this rank's columns
@@ -33,6 +33,7 @@ Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tenso
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,17 +42,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 
-from gpp_plugin.capture.axis_rules import argument
+from gpp_plugin.capture.axis_rules import argument, sizes_of_part
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.find_regions import regions_of_stage
+from gpp_plugin.capture.find_regions import as_linear, regions_of_stage
 from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import ADDED
-from gpp_plugin.errors import CaptureError, ConfigError
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
+from gpp_plugin.runtime.ranks.collectives import all_reduce, begin_all_reduce, finish
 from gpp_plugin.runtime.stage_module import Reference
 
 # Parameters of a captured stage in parts, a part a tensor rank.
@@ -151,13 +152,20 @@ class TensorRanks:
 
     def sum(self, tensor: Tensor, what: str, *, op: Any = dist.ReduceOp.SUM) -> Tensor:
         """Return the sum of the ranks' tensors, or what else ``op`` makes of them."""
-        assert self.group is not None, "the groups of a job are made before it runs"
-        total = tensor.clone(memory_format=torch.contiguous_format)
-        all_reduce(
-            total, op=op, group=self.group, what=f"{what} over the tensor ranks of stage {self.stage!r}"
-        )
-        self.sent_bytes[what] = self.sent_bytes.get(what, 0) + total.nbytes
+        total, arguments = self._summand(tensor, what)
+        all_reduce(total, op=op, **arguments)
         return total
+
+    def begin_sum(self, tensor: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
+        """Begin a sum; return where it will be, and what waits for it."""
+        total, arguments = self._summand(tensor, what)
+        return total, begin_all_reduce(total, **arguments)
+
+    def _summand(self, tensor: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
+        assert self.group is not None, "the groups of a job are made before it runs"
+        self.sent_bytes[what] = self.sent_bytes.get(what, 0) + tensor.nbytes
+        title = f"{what} over the tensor ranks of stage {self.stage!r}"
+        return tensor.clone(memory_format=torch.contiguous_format), {"group": self.group, "what": title}
 
     def join(self, part: Tensor, shard: TensorShard) -> Tensor:
         """Return the whole of the ranks' parts."""
@@ -190,15 +198,85 @@ class TensorLinks:
         self.of(stage).group, self.of(stage).parts = group, parts
 
 
-class _Shared(torch.autograd.Function):
+# What is shared: a sum that computing does not wait for. A linear operator's own autograd makes the gradients of input
+# and weight in one node, so that the sum could begin only behind the last weight's. So linear operators read weights
+# detached, and one node of its own makes the gradients of the weights of all that read the tensor:
+#
+#     forward    h ─► waited ───────────────────► launched ─┬─► linear(·, wq) ─► both ─► q
+#                h, wq, wk ─► weights ─┬─ of q ─────────────│─────────────────────┘
+#                                      └─ of k ─────┐       └─► linear(·, wk) ─► both ─► k
+#                                                   └──────────────────────────────┘
+#     backward   each linear operator, launched (the sum begins), weights (dwq, dwk), waited
+#
+# Autograd runs first what was made last, of all that can run: ``weights`` is made between the other two. In another
+# order results are the same, as nothing but ``waited`` hands the sum on. A split backward has ``weights`` and what lies
+# behind it in its second part alone.
+
+
+class _Waited(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks) -> Tensor:
-        ctx.ranks = ranks
+    def forward(ctx: Any, tensor: Tensor, begun: list[Callable[[], None]]) -> Tensor:
+        ctx.begun = begun
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return ctx.ranks.sum(gradient, GRADIENT), None
+        ctx.begun.pop()()
+        return gradient, None
+
+
+class _Weights(torch.autograd.Function):
+    """Makes a tensor without memory of each weight and bias: what arrives there is their operator's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, columns: Sequence[int], *given: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(tensor)
+        ctx.set_materialize_grads(False)
+        ctx.columns = columns
+        shapes = [(*tensor.shape[:-1], w.shape[axis]) for w, axis in zip(given[::2], columns, strict=True)]
+        return tuple(tensor.new_empty_strided(shape, (0,) * len(shape)) for shape in shapes)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # tensor [2, 8, 16], weight [4, 16] with its columns along axis 0: rows [16, 16], own [16, 4]
+        rows = _rows(ctx.saved_tensors[0])
+        found: list[Tensor | None] = []
+        for number, (gradient, axis) in enumerate(zip(gradients, ctx.columns, strict=True), start=1):
+            if gradient is None:
+                found += [None, None]
+                continue
+            own, (of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad[2 * number :][:2]
+            factors = (rows, own) if axis else (own, rows)
+            found.append(factors[0].t().mm(factors[1]) if of_weight else None)
+            found.append(own.sum(0) if of_bias else None)
+        return None, None, *found
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
+
+
+class _Launched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, begun: list[Callable[[], None]], ranks: TensorRanks) -> Tensor:
+        ctx.begun, ctx.ranks = begun, ranks
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        total, wait = ctx.ranks.begin_sum(gradient, GRADIENT)
+        ctx.begun.append(wait)
+        return total, None, None
+
+
+class _Both(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, of_weights: Tensor) -> Tensor:
+        return result.view_as(result)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, gradient
 
 
 class _Summed(torch.autograd.Function):
@@ -248,9 +326,42 @@ class TensorOperator:
         return self._call(*args, **kwargs)
 
 
-def shared(ranks: TensorRanks) -> TensorOperator:
-    """Return what hands a whole tensor to a region."""
-    return TensorOperator("tensor_shared", lambda tensor: _Shared.apply(tensor, ranks))  # type: ignore[no-untyped-call]
+def shared(ranks: TensorRanks, columns: Sequence[int] = ()) -> TensorOperator:
+    """Return what hands a whole tensor to a region, and to each `linear` operator there what it takes first.
+
+    It takes the tensor, then weight and bias (or None) of each of those operators.
+
+    Args:
+        columns: the axis along which each weight makes features.
+    """
+
+    def share(tensor: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+        if not torch.is_grad_enabled():
+            return tensor, *(None for _ in columns)
+        begun: list[Callable[[], None]] = []
+        waited = _Waited.apply(tensor, begun)  # type: ignore[no-untyped-call]
+        of_weights = _Weights.apply(tensor.detach(), columns, *given) if columns else ()  # type: ignore[no-untyped-call]
+        return _Launched.apply(waited, begun, ranks), *of_weights  # type: ignore[no-untyped-call]
+
+    return TensorOperator("tensor_shared", share)
+
+
+def linear(call: Callable[..., Tensor], place: int) -> TensorOperator:
+    """Return a linear operator that has the gradients of its weights made apart (`shared`).
+
+    Args:
+        place: of the tensor among its arguments.
+    """
+
+    def run(of_weights: Tensor | None, *args: Any, **kwargs: Any) -> Tensor:
+        if of_weights is None or not of_weights.requires_grad:
+            return call(*args, **kwargs)
+        own = [a.detach() if isinstance(a, Tensor) and i != place else a for i, a in enumerate(args)]
+        named = {key: a.detach() if isinstance(a, Tensor) else a for key, a in kwargs.items()}
+        found: Tensor = _Both.apply(call(*own, **named), of_weights)  # type: ignore[no-untyped-call]
+        return found
+
+    return TensorOperator("tensor_linear", run)
 
 
 def summed(ranks: TensorRanks) -> TensorOperator:
@@ -375,16 +486,6 @@ class _CrossEntropy(torch.autograd.Function):
         return found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
 
 
-_SIZES_AT = {
-    aten.view.default: 1,
-    aten.reshape.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.expand.default: 1,
-}
-"""Operators that take the sizes of their result, and the position of these among their arguments."""
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
-
-
 def shard_graph(
     captured: CapturedGraph, regions: Sequence[ShardedRegion], ranks: TensorRanks, own: Sequence[str]
 ) -> tuple[CapturedGraph, dict[str, str]]:
@@ -442,6 +543,7 @@ class _Writer:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._whole: dict[fx.Node, fx.Node] = {}
         self._in_region: dict[tuple[int, fx.Node], fx.Node] = {}
+        self._of_weights: dict[fx.Node, fx.Node] = {}
         self._number: fx.Node | None = None
         self.added: dict[str, str] = {}
 
@@ -479,12 +581,15 @@ class _Writer:
             logits: Any = node.args[0]
             target = cross_entropy(self._ranks, self._first_of(self._results[logits.name]))
         if shard is not None:
-            args, kwargs = self._local(node, shard, args, kwargs)
+            args = sizes_of_part(node, shard.axis, self._ranks.size, args)
         if number is not None:
             assert callable(target)
             device = self._captured.device
             target = seeded(target, self._ranks, device, place=place, is_part=shard is not None)
             args = (number, *args)
+        if node in self._of_weights:
+            place = next(i for i, each in enumerate(node.args) if str(each) not in self._captured.parameters)
+            target, args = linear(target, place), (self._of_weights[node], *args)
         copy = self._graph.create_node(node.op, target, args, kwargs, name=node.name)
         copy.meta = dict(node.meta)
         return copy
@@ -516,11 +621,25 @@ class _Writer:
         if (region, source) not in self._in_region:
             base = f"tensor_{source.name}_{region}"
             if is_shared:
-                copy = self._add(shared(self._ranks), (copy,), reader, f"{base}_shared", source)
+                copy = self._share(region, source, copy, reader, base)
             if shard is not None:
                 copy = self._part(shard, copy, reader, base, source)
             self._in_region[region, source] = copy
         return self._in_region[region, source]
+
+    def _share(self, region: int, source: fx.Node, copy: fx.Node, beside: fx.Node, base: str) -> fx.Node:
+        own = (user for user in source.users if self._region_of.get(user.name) == region)
+        found = (as_linear(user, self._captured.parameters) for user in own)
+        linears = [
+            f for f in found if f and f.operand is source and self._names[f.weight.name] in self._parameters
+        ]
+        given = [None if n is None else self._read(n) for f in linears for n in (f.weight, f.bias)]
+        target = shared(self._ranks, tuple(f.columns for f in linears))
+        made = self._add(target, (copy, *given), beside, f"{base}_sharing", None)
+        for number, each in enumerate(linears, start=1):
+            name = f"{base}_weights_{number}"
+            self._of_weights[each.node] = self._add(operator.getitem, (made, number), beside, name, None)
+        return self._add(operator.getitem, (made, 0), beside, f"{base}_shared", source)
 
     def _part(
         self, shard: TensorShard, whole: fx.Node, reader: fx.Node, base: str, value: fx.Node
@@ -577,52 +696,3 @@ class _Writer:
     def _first_of(self, shard: TensorShard) -> int:
         """Return the first row, or column, that this rank has of what is cut into one part a rank."""
         return shard.rows(self._ranks.position, self._ranks.size)[0][0]
-
-    # ---- sizes of parts ------------------------------------------------------------------------
-
-    def _local(
-        self, node: fx.Node, shard: TensorShard, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return an operator's arguments with the sizes that this rank's part has."""
-        degree = self._ranks.size
-
-        # 4 heads of 8 features on 2 ranks:
-        #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
-        #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
-        # A size that was left open (a length) never lies along the axis that is cut.
-        def own(size: Any) -> Any:
-            if not isinstance(size, int) or (size > 0 and size % degree):
-                raise CaptureError(
-                    f"{node.target} ({node.name}) has size {size} where it is cut into {degree}; pad batches to one "
-                    "length, or set tensor_parallel to 1"
-                )
-            return size // degree if size > 0 else size
-
-        if node.target in _SIZES_AT:
-            place = _SIZES_AT[node.target]
-            sizes = list(args[place])
-            sizes[shard.axis] = own(sizes[shard.axis])
-            return (*args[:place], sizes, *args[place + 1 :]), kwargs
-        if node.target is aten.unflatten.int:
-            first = int(args[1]) % (len(_shape(node)) - len(args[2]) + 1)
-            if 0 <= shard.axis - first < len(args[2]):
-                sizes = list(args[2])
-                sizes[shard.axis - first] = own(sizes[shard.axis - first])
-                return (args[0], args[1], sizes, *args[3:]), kwargs
-        axis = int(argument(node, 2, "dim", 0)) if node.target in _SPLITS else None
-        if axis is not None and axis % len(_shape(node.all_input_nodes[0])) == shard.axis:
-            sizes = [own(size) for size in args[1]] if isinstance(args[1], (list, tuple)) else own(args[1])
-            return (args[0], sizes, *args[2:]), kwargs
-        if node.target is aten.slice.Tensor and int(args[1]) % len(_shape(node)) == shard.axis:
-            stops = [
-                size // degree if isinstance(size, int) and abs(size) < 1 << 62 else size
-                for size in args[2:4]
-            ]
-            return (*args[:2], *stops, *args[4:]), kwargs
-        return args, kwargs
-
-
-def _shape(node: fx.Node) -> Any:
-    value = node.meta["val"]
-    assert isinstance(value, Tensor)
-    return value.shape

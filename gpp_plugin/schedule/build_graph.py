@@ -16,23 +16,27 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, check_divisibility, stage_task_us
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.checks.order_check import check_gradient_edges, check_schedules, has_backwards
-from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
+from gpp_plugin.schedule.checks.order_check import (
+    check_gradient_edges,
+    check_schedules,
+    check_shared_rows,
+    has_backwards,
+)
+from gpp_plugin.schedule.event_loop import nominal_times
 from gpp_plugin.schedule.messages import (
     WHOLE,
     Overlap,
     activation_bytes,
-    check_divisibility,
     edge_overlaps,
     gradient_bytes,
     gradient_kinds,
     slicing_of,
     tensor_pairs,
 )
-from gpp_plugin.schedule.shared_ranks import Chain, check_shared_rows, merge_chains
+from gpp_plugin.schedule.shared_ranks import Chain, merge_chains
 from gpp_plugin.schedule.task_graph import NodeGroup, TaskGraph
 
 # Which stages run a loss unit, and which edges carry something of it, where units lack whole branches of the model.
@@ -114,7 +118,7 @@ def build_task_graph(
     for index in range(len(plan.stages)):
         check_divisibility(plan, index)
     check_schedules(plan, schedules)
-    trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
+    trained = frozenset(schedule.stage for schedule in schedules if has_backwards(schedule))
     check_gradient_edges(plan, trained)
     if presence is not None:
         presence.check(plan)
@@ -124,7 +128,9 @@ def build_task_graph(
 class _Builder:
     """A task graph in the making: where the nodes of each stage's tasks begin, then orders and messages."""
 
-    def __init__(self, plan: PipelinePlan, schedules: Sequence[StageSchedule], trained: set[int]) -> None:
+    def __init__(
+        self, plan: PipelinePlan, schedules: Sequence[StageSchedule], trained: frozenset[int]
+    ) -> None:
         self._plan = plan
         self._schedules = schedules
         self._trained = trained
@@ -169,6 +175,7 @@ class _Builder:
             micro_batch=self._micro_batch,
             kind=self._kind,
             half=self._half,
+            trained=self._trained,
             num_activations=sum(
                 len(of_edge) * len(tensor_pairs(self._plan, index, Direction.ACTIVATION))
                 for index, of_edge in enumerate(overlaps)

@@ -18,7 +18,7 @@ from typing import Any
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, stage_task_us
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.task_graph import TaskGraph, deadlock_error
 
@@ -28,22 +28,6 @@ Durations = Callable[[int, TaskKind, int, int], float] | Mapping[tuple[Any, ...]
 A mapping may leave out the rank, and name half a forward by one more entry, its half. Where it lacks a part
 of a task, that takes half of the whole task's time; a function is called for I and W, and for whole forwards.
 """
-
-
-def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> float:
-    """Return the microseconds that the plan gives a task of ``stage``: the one definition of its parts' times."""
-    if kind is TaskKind.FORWARD:
-        if half is None:
-            return stage.forward_us
-        # 0 means that halves were not measured: a kernel's start-up cost is then not counted twice.
-        return stage.half_forward_us or stage.forward_us / 2.0
-    if kind is TaskKind.BACKWARD:
-        return stage.backward_us
-    # Both are tested, since one may truly be 0: a stage without weights has no weight
-    # gradient, and the first stage no input gradient.
-    if not stage.input_gradient_us and not stage.weight_gradient_us:
-        return stage.backward_us / 2.0
-    return stage.input_gradient_us if kind is TaskKind.INPUT_GRADIENT else stage.weight_gradient_us
 
 
 def duration_reader(plan: PipelinePlan, durations: Durations | None) -> Callable[[Task, int], float]:

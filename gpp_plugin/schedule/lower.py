@@ -36,7 +36,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.build_graph import Presence, build_task_graph
-from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards, standing_at
+from gpp_plugin.schedule.checks.order_check import LAST_KINDS, standing_at
 from gpp_plugin.schedule.event_loop import (
     Durations,
     TaskTimes,
@@ -150,7 +150,7 @@ def lower_schedules(
     # order by those times, restricted to each rank, so that no two ranks can wait for each other (`placement`);
     # 4. instructions; 5. the tail that every rank runs once: reductions, and the step that all ranks agree on.
     graph = build_task_graph(plan, schedules, presence=presence)
-    trained = {schedule.stage for schedule in schedules if has_backwards(schedule)}
+    trained = graph.trained
     if not training and trained:
         raise ScheduleError(f"stages {sorted(trained)} run backwards in evaluation; use forward_schedules")
     if training and trained != set(range(len(plan.stages))) - forward_only_stages:

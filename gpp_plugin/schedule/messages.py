@@ -57,30 +57,6 @@ def slicing_of(schedule: StageSchedule) -> Slicing:
     return Slicing(halved=halved, joined=frozenset(schedule.joined)) if halved else WHOLE
 
 
-def check_divisibility(plan: PipelinePlan, index: int) -> None:
-    """Refuse a stage whose micro-batches or ranks do not divide evenly.
-
-    Raises:
-        PlanError: says which number does not divide which.
-    """
-    stage = plan.stages[index]
-    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
-        raise PlanError(
-            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
-            f"mini-batch of {plan.mini_batch}; choose a divisor"
-        )
-    if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
-        raise PlanError(
-            f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks; "
-            "give it as many ranks as data x tensor"
-        )
-    if not stage.ranks or stage.micro_batch_size % stage.degree:
-        raise PlanError(
-            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
-            f"{stage.micro_batch_size} samples; choose a multiple"
-        )
-
-
 def edge_overlaps(
     plan: PipelinePlan, edge_index: int, *, producer: Slicing = WHOLE, consumer: Slicing = WHOLE
 ) -> Iterator[Overlap]:

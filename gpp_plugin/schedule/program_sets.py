@@ -45,7 +45,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import SampleRange
@@ -63,7 +63,6 @@ from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
 from gpp_plugin.schedule.messages import activation_bytes
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.shared_ranks import merge_chains
 from gpp_plugin.schedule.task_graph import TaskGraph
 

@@ -39,8 +39,6 @@ import heapq
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.schedule.event_loop import nominal_durations
 from gpp_plugin.schedule.task_graph import TaskGraph, deadlock_error
@@ -56,26 +54,6 @@ FIRST = -float("inf")
 
 SLACK = 1e-9
 """Relative difference of two times that rounding can make."""
-
-
-def check_shared_rows(plan: PipelinePlan) -> None:
-    """Refuse a plan that puts a rank into different tensor rows: all of a row's ranks must run the same tasks together.
-
-    Raises:
-        PlanError: names two stages and the rank.
-    """
-    # row and stage by rank
-    found: dict[int, tuple[tuple[int, ...], str]] = {}
-    for stage in plan.stages:
-        for position in range(stage.degree):
-            row = stage.tensor_ranks(position)
-            for rank in row:
-                other, name = found.setdefault(rank, (row, stage.name))
-                if other != row:
-                    raise PlanError(
-                        f"stages {name!r} and {stage.name!r} share rank {rank}, but run their tasks on its tensor "
-                        f"ranks {list(other)} and {list(row)}; give them the same tensor ranks or ranks of their own"
-                    )
 
 
 def merge_chains(

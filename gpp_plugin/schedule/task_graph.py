@@ -59,6 +59,7 @@ class TaskGraph:
         num_activations: messages below this number hold activations, the others gradients.
         first_message, next_message: the messages that a node sends, as a linked list; -1 ends it.
         unlocks: node -> nodes that wait for its end though it sends them nothing: of forward-only stages, and updates.
+        trained: the stages that run backwards.
         num_updates, num_ends: how many of the first nodes are updates, and of the last ones ends.
     """
 
@@ -86,6 +87,7 @@ class TaskGraph:
     pairs: list[TensorPair] = field(default_factory=list)
     next_message: list[int] = field(default_factory=list)
     unlocks: dict[int, list[int]] = field(default_factory=dict)
+    trained: frozenset[int] = frozenset()
     num_updates: int = 0
     num_ends: int = 0
 

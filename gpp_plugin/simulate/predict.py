@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
@@ -44,7 +44,6 @@ from gpp_plugin.schedule.event_loop import (
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.messages import message_bytes
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph
 

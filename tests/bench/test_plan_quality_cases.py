@@ -13,7 +13,8 @@ from gpp_benchmarks._oracle_costs import step_us
 from gpp_benchmarks.plan_quality import best_map_us, check_map, map_request
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
-from gpp_plugin.plan.make import StageDraft, build_plan, complete_plan
+from gpp_plugin.plan.costs.memory_formula import complete_plan
+from gpp_plugin.plan.make import StageDraft, build_plan
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 4, 5, 6])

@@ -8,7 +8,7 @@ import pytest
 from gpp_plugin.cli import main
 from gpp_plugin.commands.compare_command import what_next
 from gpp_plugin.compare.compare_settings import MODES
-from gpp_plugin.compare.simulated import best_stock, simulate_modes, single_plan
+from gpp_plugin.compare.simulated import best_stock, simulate_mode, single_plan
 from gpp_plugin.plan.registry import make_plan
 from tests.plan.graphs import branches, make_profile, make_request
 
@@ -19,9 +19,8 @@ def make_graph(request):
 
 def test_every_mode_is_a_row_and_the_graph_is_never_behind_the_chain():
     request = make_request(branches(2, 3), ranks=4, loss_unit=1)
-    told = []
-    rows = {row["mode"]: row for row in simulate_modes(request, MODES, make_graph, tell=told.append)}
-    assert list(rows) == told == list(MODES)
+    rows = {mode: simulate_mode(mode, request, make_graph) for mode in MODES}
+    assert [row["mode"] for row in rows.values()] == list(MODES)
     assert all(row["how"] == "simulated" for row in rows.values())
     assert [rows[mode]["ranks"] for mode in MODES] == [1, 4, 4, 4]
     assert rows["single"]["stages"] == 1
@@ -45,14 +44,14 @@ def test_a_single_device_may_lack_the_memory_and_is_shown_all_the_same():
     graph = branches(2, 3)
     request = make_request(graph, make_profile(graph, parameter=500), ranks=2, loss_unit=1)
     small = dataclasses.replace(request, memory_limit_bytes=1)
-    (row,) = simulate_modes(small, ["single"], make_graph, tell=lambda mode: None)
+    row = simulate_mode("single", small, make_graph)
     assert not row["fits"] and row["peak_bytes"] == single_plan(request).stages[0].memory_bytes
 
 
 def test_a_mode_without_a_plan_says_why():
     request = make_request(branches(2, 3), ranks=3, loss_unit=1)
     asked = dataclasses.replace(request, num_stages=2)
-    (row,) = simulate_modes(asked, ["stock"], make_graph, tell=lambda mode: None)
+    row = simulate_mode("stock", asked, make_graph)
     assert "2 stages do not divide 3 ranks" in row["refused"]
 
 

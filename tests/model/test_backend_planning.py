@@ -10,7 +10,7 @@ import pytest
 
 from gpp_plugin.commands.report_command import ReportedPlan, report_page
 from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.backend_planning import blocks_without_gradients, plan_with_backends
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -20,7 +20,6 @@ from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.report.chrome_trace import chrome_trace
 from gpp_plugin.report.plan_text import format_plan
 from gpp_plugin.report.timeline_chart import format_timeline
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import chain, make_profile, make_request
 

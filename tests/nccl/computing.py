@@ -39,7 +39,7 @@ from gpp_plugin.runtime.memory.activation_policy import (
 )
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, drawn, seeded, shared, summed
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, drawn, linear, seeded, shared, summed
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.gathers import last_backward
 from tests.integrations.framework_jobs import PlainOptimizer, Settings
@@ -70,10 +70,13 @@ class MadeUpStage(nn.Module):
     def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
         """Return outputs of some shapes, computed with the parameters and tensors given, and the loss."""
         weights = len(list(self.parameters()))
-        number = given[0].sum() + sum(weight.square().mean() for weight in given[1:weights])
+        # the second is that of a linear operator where there are tensor ranks, whose gradient is made beside a sum
+        first = 1 if self._ranks is None else 2
+        number = given[0].sum() + sum(weight.square().mean() for weight in given[first:weights])
         drop: Callable[..., Tensor] = nn.functional.dropout
         if self._ranks is not None:
-            number = shared(self._ranks)(number)
+            tensor, of_weights = shared(self._ranks, (0,))(number.expand(1, 4), given[1], None)
+            number = linear(torch.ops.aten.linear.default, 0)(of_weights, tensor, given[1]).mean()
             seed = drawn(self._ranks)()
             drop = functools.partial(seeded(drop, self._ranks, CUDA, place=1, is_part=True), seed)
         for tensor in given[weights:]:

@@ -249,6 +249,7 @@ _LINK = "runtime.memory.swap:SwapLink"
 _ROWS = "runtime.batches"
 _STORE = "engine.gradient_store"
 _SAVE = "engine.checkpoints.save_checkpoint"
+_TENSOR = "runtime.tensor_ranks"
 _LINKS = "model.generation.micro_batches:ReplicaLink"
 
 FAULTS = (
@@ -325,7 +326,12 @@ FAULTS = (
     Fault("runtime.weight_versions:WeightVersions.apart", "if not self._aliased:", "if True:", job="weights sent in windows"),
     Fault("engine.sharded_weights:ShardedWeights.apart", "if not any(", "if True or any(", job="weights sent under ZeRO 3"),
     # tensor ranks
-    Fault("runtime.tensor_ranks:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
+    Fault(f"{_TENSOR}:_Waited.backward", "ctx.begun.pop()()", "pass", job="tensor"),
+    Fault(f"{_TENSOR}:_Waited.backward", "ctx.begun.pop()()", "with torch.cuda.stream(torch.cuda.Stream()): ctx.begun.pop()()", job="tensor"),
+    Fault(f"{_TENSOR}:_Launched.backward", "total, wait", "with torch.cuda.stream(torch.cuda.Stream()): total, wait", job="tensor"),
+    Fault(f"{_TENSOR}:_Launched.backward", "return total", "return gradient", job="tensor"),
+    Fault(f"{_TENSOR}:_Launched.backward", "ctx.begun.append(wait)", "wait(); ctx.begun.append(lambda: None)", job="tensor", harmless="time: gradients of weights wait for the sum"),
+    Fault(f"{_TENSOR}:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
     Fault("engine.stage_groups:StageGroups.create", "backend=both", "backend=backend", job="tensor"),
     # messages that are staged through the host; generation; saves that are written behind the training
     Fault(f"{_PENDING}.wait", "work.wait(timeout)", "pass", job="staged"),

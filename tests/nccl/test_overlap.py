@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._random_plans import random_plan
@@ -21,15 +22,17 @@ from gpp_plugin.runtime.memory.activation_policy import StageActivations, Turn
 from gpp_plugin.runtime.memory.recompute import MovingPass
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.messages.transport import NcclTransport
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, linear, shared
 from gpp_plugin.simulate.timeline_metrics import COPIES_BACK, COPIES_OUT, Travel, overlap_of
 from tests.nccl.checker import WaitGraph, topological_order
 from tests.nccl.coverage_counts import Tell, check_runs, everything, report
 from tests.nccl.fake_cuda import CUDA, FakeCuda, recorded_cuda
 from tests.nccl.operations import Job, Operation, Place, Tape
-from tests.nccl.recording import Run, record_job
+from tests.nccl.recording import Run, record_job, record_ranks
 from tests.schedule.plans import chain_plan, sharded, simple_plan, with_room
 from tests.tiers import some
 
+aten = torch.ops.aten
 KindOf = Callable[[Operation], str | None]
 """What an item is: "compute", a kind of what travels, or None."""
 
@@ -246,3 +249,49 @@ def test_no_gather_ahead_of_its_place_hangs(tell: Tell) -> None:
         plans.append(with_room(sharded(random_plan(rng, most_stages=6, most_ranks=6, shares_ranks=True))))
     runs = [(str(n), everything(Run(plan=plan, zero=3))) for n, plan in enumerate(plans)]
     report(tell, check_runs(runs))
+
+
+# ---- sums of tensor ranks ----------------------------------------------------------------------------------
+
+
+def tensor_sums_job(layers: int = 3) -> Job:
+    """Return what two tensor ranks ask of their devices for layers of q, k and v, in whose backwards they sum."""
+
+    def work(cuda: FakeCuda) -> None:
+        group = dist.new_group(None)
+        ranks = TensorRanks(stage="all", position=dist.get_rank(), size=2, group=group)
+        read, share = linear(aten.linear.default, 0), shared(ranks, (0, 0, 0))
+        hidden = torch.ones(2, 4, device=CUDA, requires_grad=True)
+        for _ in range(layers):
+            weights = [torch.ones(3, 4, device=CUDA, requires_grad=True) for _ in range(3)]
+            for weight in weights:
+                weight.register_hook(lambda _: cuda.tape.put(cuda.stream.number, "weight") and None)
+            tensor, *of_weights = share(hidden, *(each for w in weights for each in (w, None)))
+            parts = [read(o, tensor, w) for o, w in zip(of_weights, weights, strict=True)]
+            hidden = torch.stack(parts).sum(0) @ torch.ones(3, 4, device=CUDA)
+        hidden.sum().backward()
+
+    return record_ranks(2, work).job
+
+
+def tensor_sums_share(*, sum_us: float) -> float:
+    def kind_of(each: Operation) -> str | None:
+        return {"all_reduce": "tensor sums", "weight": "compute"}.get(each.what)
+
+    took = {"tensor sums": sum_us, "compute": 5.0}
+    return shares(tensor_sums_job(), lambda each: took.get(kind_of(each) or "", 0.0), kind_of)["tensor sums"]
+
+
+def test_sums_of_tensor_ranks_hide_behind_the_gradients_of_weights(tell: Tell) -> None:
+    found = {sum_us: tensor_sums_share(sum_us=sum_us) for sum_us in (12.0, 30.0)}
+    begin_sum = TensorRanks.begin_sum
+
+    def waits(self: TensorRanks, tensor: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
+        total, wait = begin_sum(self, tensor, what)
+        wait()
+        return total, lambda: None
+
+    with mock.patch.object(TensorRanks, "begin_sum", waits):
+        late = tensor_sums_share(sum_us=12.0)
+    tell({"hidden": found, "waits at once": late})
+    assert found == {12.0: 1.0, 30.0: 0.5} and late == 0.0

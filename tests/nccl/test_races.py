@@ -9,10 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
+from gpp_plugin.ir.analysis import regions_in
+from gpp_plugin.runtime.stage_module import build_stage_function
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part, shard_graph
 from tests.nccl import planted
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
@@ -24,6 +28,7 @@ from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_plans import ahead, with_more_edges, with_units
 from tests.runtime.memory_stages import (
     MemoryPlan,
+    TestStage,
     Trainer,
     chunks,
     make_stage,
@@ -209,6 +214,54 @@ def test_captured_code_under_every_memory_plan(name: str, is_split: bool) -> Non
         assert bool(cuda.memory.used) is (plan is not None and bool(plan.swapped))
     for found in numbers[2::2]:
         assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
+
+
+@pytest.mark.parametrize(("name", "is_split"), [("gpt2", False), ("llama", True)])
+def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_split: bool) -> None:
+    """Sums under way beside what comes back from the host or is made again: no races, and the same numbers."""
+    stage, ranks = in_parts(make_stage(name, granularity="layer", start=0.4))
+    numbers = []
+    for plan in (None, plan_swap(stage), plan_both(stage, 1), memory_plan(stage, chunks(stage, 1))):
+
+        def work(cuda: FakeCuda, plan: MemoryPlan | None = plan) -> None:
+            ranks.group = dist.new_group(None)
+            trainer = Trainer(stage, plan, device=CUDA)
+            for _ in range(2):
+                numbers.append(trainer.train(is_split=is_split))
+
+        cuda, _ = record_rank(2, 0, work)
+        assert not races_of(0, cuda.memory)
+        assert any(access.what == "all_reduce" for block in cuda.memory.used for access in block.accesses)
+    for found in numbers[1:]:
+        assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
+
+
+def in_parts(stage: TestStage) -> tuple[TestStage, TensorRanks]:
+    """Return a stage as the first of two tensor ranks computes it, and these, who have no group yet."""
+    captured, blocks = stage.captured, [b for b in stage.graph.blocks if b.name in stage.blocks]
+    regions = [
+        r
+        for b in blocks
+        for r in regions_in(captured.analysis.sharding.regions, b.nodes)
+        if r.is_divided_by(2)
+    ]
+    cuts = {shard.name: shard for region in regions for shard in region.parameters}
+    ranks = TensorRanks(stage="s", position=0, size=2, parts=cuts)
+    sharded_graph, added = shard_graph(captured, regions, ranks, [n for b in blocks for n in b.nodes])
+    more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
+    blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
+    nodes = [n for b in blocks for n in b.nodes]
+    function = build_stage_function(sharded_graph, nodes, (str(captured.op_graph.loss),))
+    if function.choice is not None:
+        function.choice.use(captured.analysis.unpadded)
+    state = {
+        n: own_part(t.detach(), cuts[n], 0, 2).requires_grad_() if n in cuts else t
+        for n, t in stage.state.items()
+    }
+    graph = dataclasses.replace(stage.graph, blocks=tuple(blocks))
+    return dataclasses.replace(
+        stage, captured=sharded_graph, graph=graph, function=function, state=state
+    ), ranks
 
 
 def computing(run: Run, zero: int = 0) -> Run:

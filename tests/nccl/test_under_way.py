@@ -15,12 +15,11 @@ from unittest import mock
 import pytest
 
 from gpp_benchmarks._random_plans import FAMILIES, random_draw
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages
 from gpp_plugin.plan.costs.memory_formula import messages_held, plan_beside_messages, with_breakdown
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.runtime.messages.mailbox import Mailbox
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from tests.nccl.coverage_counts import Tell
 from tests.nccl.recording import Run, made_up_specs, record_job
 from tests.plan.test_dawnpiper import BOTH, tight_request
@@ -115,7 +114,7 @@ def test_a_plan_without_room_for_messages_is_made_again_with_less() -> None:
 
     plan = plan_beside_messages(request, make)
     parts = with_breakdown(plan, request).memory
-    limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
+    limits = [min(request.rank_limits[rank] for rank in stage.ranks) for stage in plan.stages]
     fits = all(part.total + part.messages <= limit for part, limit in zip(parts, limits, strict=True))
-    assert len(asked) > 1 and all(later < rank_limit(request, 0) for later in asked[1:] if later is not None)
+    assert len(asked) > 1 and all(later < request.rank_limits[0] for later in asked[1:] if later is not None)
     assert fits or "messages on their way may take" in plan.notes[-1]

@@ -10,7 +10,8 @@ import pytest
 from gpp_plugin.plan import auto
 from gpp_plugin.plan.refine.refine import MOVES
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import SearchReport, searching
+from gpp_plugin.plan.request import SearchReport
+from gpp_plugin.report.progress import searching
 from tests.plan.graphs import branches, chain, clip, make_cluster, make_profile, make_request
 
 

@@ -97,7 +97,7 @@ def test_all_searches_have_the_same_cost_of_a_stage(seed, limits):
     """GraphPipe's table, PipeDream's intervals: computing, reductions, and links divided by the degree."""
     request = random_chain_request(seed, **limits)
     costs, rules = costs_of(request), batch_rules(request)
-    wish = rules.wishes()[0]
+    wish = rules.wishes[0]
     intervals = ChainCosts(request, costs, rules, wish)
     root = build_series(
         request.graph, costs, rules, decompose(nx.path_graph(len(costs.index), create_using=nx.DiGraph))
@@ -115,9 +115,9 @@ def test_piper_and_pipedream_agree_on_chains(seed, limits):
     """On a chain downsets are prefixes: with ample memory both search the same stages, at the same costs."""
     request = random_chain_request(seed, **limits)
     costs, rules = costs_of(request), batch_rules(request)
-    for wish in rules.wishes():
+    for wish in rules.wishes:
         intervals = ChainCosts(request, costs, rules, wish)
-        times = {d: intervals.us_per_sample(d) for d in rules.degrees()}
+        times = {d: intervals.us_per_sample(d) for d in rules.degrees}
         pipedream = next(partition_chain(intervals), None)
         downsets = list_downsets(costs, MAX_DOWNSETS)
         piper = best_of(Downsets(request, costs, rules, downsets), wish)

@@ -9,16 +9,10 @@ import pytest
 
 from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
 from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
-from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us, interval_bytes
-from gpp_plugin.plan.costs.memory_formula import memory_breakdown
-from gpp_plugin.plan.make import (
-    LEAST_SHARE,
-    StageDraft,
-    build_plan,
-    complete_plan,
-    with_link_times,
-    with_part_times,
-)
+from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us
+from gpp_plugin.plan.costs.memory_formula import complete_plan, memory_breakdown
+from gpp_plugin.plan.graphpipe.intervals import interval_bytes
+from gpp_plugin.plan.make import LEAST_SHARE, StageDraft, build_plan, with_link_times, with_part_times
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import _stage_bytes
 from tests.plan.graphs import uneven_request

@@ -20,7 +20,7 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import batch_rules
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.build import plan_in_flight
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.plan.graphs import (
     bottleneck,
@@ -123,7 +123,7 @@ def test_the_worked_example_of_the_recursion():
     link = dataclasses.replace(request.cluster.links[0], bytes_per_s=1e30)
     request = dataclasses.replace(request, cluster=dataclasses.replace(request.cluster, links=(link,)))
     costs, rules = CostModel(graph, profile, request.cluster), batch_rules(request)
-    assert rules.degrees() == [1, 2, 4]
+    assert rules.degrees == [1, 2, 4]
     root = build_series(graph, costs, rules, decompose(nx.DiGraph([(0, 1)])))
     search = make_search(request, costs, rules, root, 4, 2)
     inf = float("inf")
@@ -194,7 +194,7 @@ def make(seed: int) -> tuple[StageSearch, int]:
     request = random_request(rng, graph, ranks=rng.randint(3, 7), is_tight=seed % 2 == 1)
     costs, rules = costs_of(request), batch_rules(request)
     root = build_series(request.graph, costs, rules, decompose(nx.DiGraph(graph)))
-    return make_search(request, costs, rules, root, rules.wishes()[0], len(graph)), request.num_ranks
+    return make_search(request, costs, rules, root, rules.wishes[0], len(graph)), request.num_ranks
 
 
 @pytest.mark.parametrize("seed", [*range(8), 36])  # 36: a join's stage takes part of a branch

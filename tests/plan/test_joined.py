@@ -19,7 +19,7 @@ from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest
 from tests.plan.graphs import costs_of
 
 BOTH = ("recompute", "swap")
@@ -72,7 +72,7 @@ def test_plans_say_what_makes_them_fit_and_what_it_costs(ways: tuple[str, ...]) 
             continue
         costs = costs_of(request)
         for stage in plan.stages:
-            assert stage.memory_bytes <= rank_limit(request, stage.ranks[0])
+            assert stage.memory_bytes <= request.rank_limits[stage.ranks[0]]
             forward, backward = costs.stage_times(costs.indices(stage.blocks), stage.local_batch_size)
             if stage.memory is None:
                 assert (stage.forward_us, stage.backward_us) == (forward, backward)

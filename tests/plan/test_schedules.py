@@ -43,6 +43,19 @@ def test_every_name_gives_a_sound_plan(name):
         assert all(stage.schedule == "1f1b" and stage.k > 1 for stage in made.stages)
 
 
+@pytest.mark.parametrize(
+    ("name", "ks"), [("2f2b", [2, 2, 2, 1]), ("3f3b", [3, 2, 2, 1]), ("4f4b", [4, 2, 2, 1])]
+)
+def test_no_k_is_above_a_stages_micro_batches(name, ks):
+    sizes = {"*": 16, "layers.0": 2, "layers.7": 32}
+    plan, request = planned(chain(8), micro_batch_sizes=sizes)
+    counts = [plan.num_micro_batches(index) for index in range(4)]
+    assert counts == [16, 2, 2, 1]
+    made = schedule_plan(plan, request, schedule=name)
+    check(made, request)
+    assert [stage.k for stage in made.stages] == ks
+
+
 def test_nothing_is_sliced_when_slicing_is_off():
     plan, request = planned(chain(8))
     assert any(s.num_sliced for s in schedule_plan(plan, request, schedule="auto").stages)

@@ -361,3 +361,19 @@ def test_a_saved_plan_with_shared_ranks_is_read_again():
     _, plan = shared(request)
     saved = {"schema": SCHEMA_VERSION, "type": "PipelinePlan", "value": to_plain(plan)}
     assert explicit_plan(saved, request).stages == plan.stages
+
+
+def test_a_branch_on_the_ranks_of_the_rest_takes_at_least_their_micro_batches():
+    request = make_request(branches(2, 3), ranks=2, mini_batch=8, data_parallel=None)
+    rules, plan = batch_rules(request), make_plan("auto", request)
+    partitioner = Partitioner(costs_of(request), 4)
+    makers = share_ranks_module.StartMaker(request, rules, partitioner, plan)
+    found = [
+        (start.drafts[0].micro_batch_size, {draft.micro_batch_size for draft in start.drafts[1:]})
+        for branch in partitioner.branches()
+        for start in makers.colocated(branch)
+    ]
+    assert {size for size, _ in found} == {1, 2, 4, 8}
+    assert any(size > max(trunk) for size, trunk in found) and all(
+        size >= max(trunk) for size, trunk in found
+    )

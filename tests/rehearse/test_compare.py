@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
+from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.rehearsal import fit_link, measure_times, predict_from
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import cluster_of, freeze, on_ranks
 

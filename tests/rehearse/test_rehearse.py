@@ -7,6 +7,7 @@ import pytest
 
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.cli import main
+from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
@@ -15,7 +16,6 @@ from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import window_schedules
 from gpp_plugin.simulate.predict import measured_steady_us, num_windows, predict_iteration_us
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.build import plan_in_flight
 from tests.integrations.engine_jobs import config_of, make_engine
 from tests.models import build
 from tests.runtime.odd_models import build_odd

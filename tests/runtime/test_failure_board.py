@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
@@ -141,3 +143,25 @@ def test_errors_of_connections_are_told_from_others() -> None:
             raise ConfigError("construction failed") from error
     except ConfigError as wrapped:
         assert is_broken_connection(wrapped)
+
+
+@pytest.mark.parametrize(
+    ("broken", "first", "closes"),
+    [
+        (False, None, False),
+        (True, None, True),
+        (False, "rank 1 is stopped", True),
+        (True, "rank 1 is gone", True),
+    ],
+)
+def test_a_rank_that_met_a_failure_closes_its_connections_when_it_ends(broken, first, closes, monkeypatch):
+    """Torch's destructors would wait for what is pending on them; of a job that went well nothing is cut off."""
+    ends = []
+    board = SimpleNamespace(
+        first=first, linger=lambda: ends.append("linger"), leave=lambda: ends.append("leave")
+    )
+    monkeypatch.setattr(job_board, "_board", board)
+    monkeypatch.setattr(job_board, "_is_broken", broken)
+    monkeypatch.setattr(job_board, "close_connections", lambda: ends.append("close"))
+    job_board._leave()
+    assert ends == ["linger", "leave", *["close"] * closes]

@@ -21,6 +21,7 @@ from gpp_plugin.capture.find_regions import regions_of_stage
 from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime import tensor_ranks
+from gpp_plugin.runtime.split import BackwardSplitter
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_ranks import (
     TensorRanks,
@@ -30,6 +31,7 @@ from gpp_plugin.runtime.tensor_ranks import (
     own_part,
     seeded,
     shard_graph,
+    shared,
 )
 from tests.models import build
 
@@ -48,6 +50,16 @@ class Threads:
         total = brought.amax(0) if op == dist.ReduceOp.MAX else brought.sum(0)
         self._barrier.wait()
         return total
+
+    def begin_sum(self, position: int, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin a sum that is there when it has been waited for: until then the tensor holds no numbers."""
+        total = torch.full_like(tensor, torch.nan)
+        summand = tensor.clone()
+
+        def wait() -> None:
+            total.copy_(self.sum(position, summand, dist.ReduceOp.SUM))
+
+        return total, wait
 
 
 def run_together(run: Callable[[int], None], degree: int) -> None:
@@ -119,6 +131,7 @@ def check_ranks(
     threads, answers = Threads(degree), {}
     summed = dist.ReduceOp.SUM
     monkeypatch.setattr(TensorRanks, "sum", lambda r, t, what, op=summed: threads.sum(r.position, t, op))
+    monkeypatch.setattr(TensorRanks, "begin_sum", lambda r, t, what: threads.begin_sum(r.position, t))
     regions = [r for r in regions if r.is_divided_by(degree)]
     cuts = {shard.name: shard for region in regions for shard in region.parameters}
 
@@ -214,6 +227,84 @@ def test_a_joined_parameter_gives_each_rank_its_part_of_the_gradient(monkeypatch
         part = own_part(whole, shard, position, 2).requires_grad_()
         (joined(ranks, shard)(part) ** 2).sum().backward()
         assert part.tolist() == wanted and part.grad.tolist() == [2 * value for value in wanted]
+
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize(
+    ("call", "shape", "has_bias", "columns", "place"),
+    [
+        (aten.linear.default, (2, 3, 4), True, 0, 0),
+        (aten.linear.default, (2, 3, 4), False, 0, 0),
+        (aten.linear.default, (3, 4), True, 0, 0),
+        (aten.addmm.default, (6, 4), True, 1, 1),
+        (aten.mm.default, (6, 4), False, 1, 0),
+        (aten.matmul.default, (2, 3, 4), False, 1, 0),
+    ],
+)
+def test_gradients_of_weights_are_made_while_the_inputs_is_summed(
+    call, shape, has_bias, columns, place, is_split, monkeypatch
+):
+    torch.manual_seed(0)
+    events: list[str] = []
+    sums: list[Tensor] = []
+
+    def begin_sum(ranks: TensorRanks, tensor: Tensor, what: str) -> tuple[Tensor, Callable[[], None]]:
+        events.append("launch")
+        total = torch.full_like(tensor, torch.nan)
+        sums.append(tensor.clone())
+        return total, lambda: (events.append("wait"), total.copy_(3 * sums[-1]))[0]
+
+    monkeypatch.setattr(TensorRanks, "begin_sum", begin_sum)
+    ranks = TensorRanks(stage="all", position=0, size=2)
+    leaf = torch.randn(shape, requires_grad=True)
+    weights = [torch.randn((5, 4) if columns == 0 else (4, 5), requires_grad=True) for _ in range(2)]
+    biases = [torch.randn(5, requires_grad=True) if has_bias else None for _ in range(2)]
+    weights.append(torch.randn((5, 4) if columns == 0 else (4, 5)))  # frozen
+    biases.append(torch.randn(5, requires_grad=True) if has_bias else None)
+    trained = [t for t in (*weights, *biases) if t is not None and t.requires_grad]
+
+    def arguments(tensor: Tensor, number: int) -> list[Tensor]:
+        own = [weights[number], *([biases[number]] if has_bias else [])]
+        return [own[1], tensor, own[0]] if place else [tensor, *own]
+
+    def backward(results: Sequence[Tensor]) -> None:
+        loss = sum((result.tanh() * (i + 1)).sum() for i, result in enumerate(results))
+        if is_split:
+            (found,), pending = BackwardSplitter().split([loss], [leaf], [torch.ones_like(loss)])
+            leaf.grad = found
+            events.append("second part")
+            pending.run()
+        else:
+            loss.backward()
+
+    def taken() -> list[Tensor]:
+        found = [t.grad for t in (leaf, *trained)]
+        for t in (leaf, *trained):
+            t.grad = None
+        return found
+
+    within = leaf * 2
+    backward([call(*arguments(within, number)) for number in range(3)])
+    wanted = taken()
+    events.clear()
+    for tensor in trained:
+        tensor.register_post_accumulate_grad_hook(lambda _: events.append("weight"))
+    within = leaf * 2
+    given = [t for pair in zip(weights, biases, strict=True) for t in pair]
+    s, *of_weights = shared(ranks, [columns] * 3)(within, *given)
+    operator = tensor_ranks.linear(call, place)
+    backward([operator(of_weights[n], *arguments(s, n)) for n in range(3)])
+    own = ["weight"] * len(trained)
+    assert events == (["launch", "wait", "second part", *own] if is_split else ["launch", *own, "wait"])
+    found = taken()
+    assert torch.equal(found[0], 3 * wanted[0]) and all(map(torch.equal, found[1:], wanted[1:]))
+    with torch.no_grad():
+        s, *of_weights = shared(ranks, [columns] * 3)(within, *given)
+        made = operator(of_weights[0], *arguments(s, 0))
+    assert torch.equal(made, call(*arguments(within, 0))) and events[-1] in ("wait", "weight")
 
 
 def test_code_is_not_made_for_ranks_that_have_no_group():

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
@@ -18,7 +18,6 @@ from gpp_plugin.schedule.build_graph import Presence
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
 from gpp_plugin.schedule.gathers import gathered_at_once, stages_that_reduce_early
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from tests.schedule.plans import (
     changed,
     make_edge,

@@ -2,9 +2,12 @@ import pytest
 
 from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.schedule.build import forward_schedules
-from gpp_plugin.schedule.orders.in_flight import in_flight_from_source, plan_in_flight
-from gpp_plugin.schedule.orders.table_2 import compute_in_flight
+from gpp_plugin.schedule.build import (
+    compute_in_flight,
+    forward_schedules,
+    in_flight_from_source,
+    plan_in_flight,
+)
 from tests.schedule.plans import freeze, proven, simple_plan
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.errors import ScheduleError
+from gpp_plugin.ir.plan import forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import InstructionKind
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.schedule.checks.validate_programs import validate_prefetch
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages, frozen_branch
 from gpp_plugin.schedule.program_sets import _first_gap, _is_read_by, lower_prefetch, repeated_schedules
 from gpp_plugin.simulate.predict import predict_prefetch
 from tests.schedule.plans import (

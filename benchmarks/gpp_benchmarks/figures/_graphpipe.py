@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from gpp_benchmarks.figures._figure_rows import PICTURE_ONLY, Figure, FigureRow, Options, run_bench
-from gpp_plugin.schedule.orders.table_2 import compute_in_flight
+from gpp_plugin.schedule.build import compute_in_flight
 
 A_3 = {
     4: {"piper": 113.94, "pipedream": 113.2, "graphpipe": 113.6},

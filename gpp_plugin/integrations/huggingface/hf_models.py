@@ -6,6 +6,8 @@ For planning a model without its weights; training takes the user's own model an
 from __future__ import annotations
 
 import inspect
+import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,8 +24,20 @@ from gpp_plugin.ir.typed_leaves import show
 # 0, 1 and 2 are padding, start and end in most vocabularies: models look for them, so
 # made-up texts avoid them.
 FIRST_ORDINARY_ID = 3
+# what configurations call the positions of a text, and modules the tables of them (not rotary_pos_emb)
+_POSITION_KEYS = (
+    "max_position_embeddings",
+    "n_positions",
+    "n_ctx",
+    "max_seq_len",
+    "max_target_positions",
+    "max_encoder_position_embeddings",
+    "max_decoder_position_embeddings",
+)
+_POSITION_TABLE = re.compile(r"^(?!.*rotary).*(pos|wpe)")
 _MOST_BYTES = 16 << 20
 """Of a configuration: some list a million labels."""
+logger = logging.getLogger(__name__)
 
 
 def read_hf_config(path: str | Path) -> Any:
@@ -126,17 +140,22 @@ def _class_to_train(config: Any) -> Any:
     return kind if is_model else None
 
 
-def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str, Any]:
+def make_example_batch(
+    model: Any, *, num_samples: int, length: int, is_asked: bool = False
+) -> dict[str, Any]:
     """Return a batch with a loss for ``model``: shapes and dtypes as in training, values without meaning.
 
     Args:
-        length: tokens of a text; cut to what the model has positions for.
+        length: tokens of a text; cut to what the model has positions for, unless it is asked for.
+        is_asked: the user named the length: it is refused where the model cannot be trained at it.
 
     Raises:
-        ConfigError: the model wants inputs that cannot be made up from its configuration.
+        ConfigError: the model wants inputs that cannot be made up from its configuration, takes no text, or has
+            positions for shorter texts.
     """
     try:
-        return _example_batch(model, num_samples, length)
+        most = longest_text(model)
+        batch = _example_batch(model, num_samples, length if most is None else min(length, most))
     except GppError:
         raise
     except Exception as error:  # an entry that the model was built without, or one of another type
@@ -144,20 +163,61 @@ def make_example_batch(model: Any, *, num_samples: int, length: int) -> dict[str
             f"{type(model).__name__}: no example batch can be made of its configuration "
             f"({type(error).__name__}: {first_line(error)}); add or mend the entry that is named"
         ) from error
+    if is_asked:
+        _check_length(model, batch, length, most)
+    return batch
 
 
-def check_has_text(model: Any, batch: Mapping[str, Any]) -> None:
-    """Refuse a length of texts for a model without any: it would change nothing.
-
-    Args:
-        batch: as `make_example_batch` makes it.
-
-    Raises:
-        ConfigError: says what the model takes.
-    """
+def _check_length(model: Any, batch: Mapping[str, Any], length: int, most: int | None) -> None:
     labels = batch.get("labels")
     if "input_ids" not in batch and (labels is None or labels.ndim < 2):
         raise ConfigError(f"length: {type(model).__name__} takes no text ({', '.join(batch)}); leave it out")
+    places = (
+        batch["input_ids"].shape[1] - min(length, most or length) if "input_ids" in batch else 0
+    )  # of an image
+    if most is not None and length + places > most:
+        raise ConfigError(
+            f"length: {length} is beyond the {most - places} positions that {type(model).__name__} has embeddings "
+            f"for; give at most {most - places}, or a configuration with more"
+        )
+    known = max(_position_counts(model), default=length)
+    if length > known:
+        logger.warning(
+            "length: %d is beyond the %d positions in the configuration of %s, which computes its positions; it is "
+            "planned as asked",
+            length,
+            known,
+            type(model).__name__,
+        )
+
+
+def _position_counts(model: Any) -> set[int]:
+    """Return the numbers of positions that the configuration of the model's text names."""
+    text = model.config.get_text_config()
+    found = (getattr(text, name, None) for name in _POSITION_KEYS)
+    return {count for count in found if isinstance(count, int) and count > 0}
+
+
+def longest_text(model: Any) -> int | None:
+    """Return the tokens of the longest text that the model's tables of positions have rows for.
+
+    None where it has none, since its positions are computed (rotary, ALiBi) or relative: any length can be trained.
+    """
+    #     GPT-2      wpe.weight [1024, 768]                 n_positions 1024              1024
+    #     OPT        embed_positions.weight [2050, 768]     max_position_embeddings 2048  2048: two rows come first
+    #     RoBERTa    position_embeddings.weight [514, 768]  ... 514, padding_idx 1        512: counts from 2
+    #     Llama      none                                   max_position_embeddings 4096  None
+    counts = _position_counts(model)
+    found = []
+    for name, module in model.named_modules():
+        for leaf, table in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            if not _POSITION_TABLE.search(f"{name}.{leaf}") or table.ndim < 2:
+                continue
+            padding = getattr(module, "padding_idx", None)
+            for count in counts & set(range(table.shape[0] - 2, table.shape[0] + 1)):
+                skipped = 0 if padding is None or count < table.shape[0] else padding + 1
+                found.append(count - skipped)
+    return min(found, default=None)
 
 
 def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
@@ -172,8 +232,6 @@ def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
     known = inspect.signature(model.forward).parameters
     config = model.config
     text = config.get_text_config()
-    positions = getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None) or length
-    length = min(length, positions)
     batch: dict[str, Any] = {}
     if "pixel_values" in known:
         batch["pixel_values"] = _pixels(config, num_samples)
@@ -182,7 +240,6 @@ def _example_batch(model: Any, num_samples: int, length: int) -> dict[str, Any]:
         # other length is taken.
         frames = 2 * config.max_source_positions
         batch["input_features"] = torch.zeros(num_samples, config.num_mel_bins, frames)
-        length = min(length, getattr(config, "max_target_positions", length))
     elif "input_ids" in known:
         batch["input_ids"] = _token_ids(config, text, num_samples, length)
         batch["attention_mask"] = torch.ones_like(batch["input_ids"])

@@ -31,11 +31,11 @@ import numpy as np
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts, even_stage_counts
-from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, prefix_sums, remembered
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, chains_of, even_stage_counts
+from gpp_plugin.plan.costs.cost_model import boundary_us, prefix_sums, remembered
 from gpp_plugin.plan.costs.estimate import task_order
 from gpp_plugin.plan.make import StageDraft, split_by_weight
-from gpp_plugin.plan.request import PlanRequest, batch_rules
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
 
 MAX_EXACT = 20_000
@@ -261,19 +261,16 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: no chain fits.
     """
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
     counts = even_stage_counts(request)
     if all(request.num_ranks % count for count in counts):
         raise PlanInfeasible(
             f"autopipe gives every stage the same number of ranks: {request.num_ranks} ranks in {counts[0]} stages "
             "do not divide; change stages or the number of ranks, or take another planner"
         )
-    order: list[str] = []
+    chains = chains_of(request)
+    costs, order = chains[0].costs, chains[0].order
     starts: list[tuple[float, int, int, ChainCosts]] = []
-    for wish in rules.wishes():
-        chain = ChainCosts(request, costs, rules, wish)
-        order = chain.order
+    for chain in chains:
         for count in counts:
             degree = request.num_ranks // count
             if count > len(order) or request.num_ranks % count:
@@ -281,7 +278,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
             if _size_of(chain, degree) % degree == 0:
                 simulator = simulator_of(chain, degree)
                 weights = [f + b for f, b in zip(simulator.forward, simulator.backward, strict=True)]
-                starts.append((simulator.run(split_by_weight(weights, count))[0], count, wish, chain))
+                starts.append((simulator.run(split_by_weight(weights, count))[0], count, chain.wish, chain))
     starts.sort(key=lambda start: start[:3])
     # Algorithm 1 ranks the numbers of stages and sizes; the heuristic works on the best of them.
     candidates = [
@@ -291,7 +288,7 @@ def autopipe_plan(request: PlanRequest) -> PipelinePlan:
     ]
     plan = best_plan(request, costs, candidates, planner="autopipe", may_hold_more=True)
     if plan is None:
-        explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
+        explain_infeasible(request, costs, chains[0].rules, [[[name] for name in order], [order]])
     return plan
 
 

@@ -19,25 +19,18 @@ from gpp_plugin.plan.costs.cost_model import (
     boundary_us,
     interval_sums,
     link_for_span,
+    link_us_per_byte,
     prefix_sums,
     ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.estimate import evaluate_us, interval_bytes
-from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.make import (
-    Ints,
-    SizeClasses,
-    StageDraft,
-    build_plan,
-    linear_order,
-    make_drafts,
-    with_in_flight,
-)
+from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.graphpipe.intervals import interval_bytes
+from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
-from gpp_plugin.plan.request import BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules
 from gpp_plugin.plan.selection import busiest_us, quickest_in_flight
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
+from gpp_plugin.schedule.build import plan_in_flight
 
 # What ZeRO's data parallelism needs of a device, for comparison with pipelines of the same model.
 #
@@ -79,9 +72,11 @@ class ChainCosts:
 
     def __init__(self, request: PlanRequest, costs: CostModel, rules: BatchRules, wish: int) -> None:
         self.request, self.costs, self.rules, self.wish = request, costs, rules, wish
+        self.link_us_per_byte = link_us_per_byte(request.cluster, request.num_ranks)
         self.order = linear_order(request.graph)
+        self.num_blocks = len(self.order)
         self.rows = costs.indices(self.order)
-        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
+        self.limit = min(request.rank_limits[rank] for rank in range(request.num_ranks))
         self._held = [
             self._prefix(values)
             for values in (costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes)
@@ -105,11 +100,6 @@ class ChainCosts:
         self._classes = self.size_classes.of(
             np.stack([interval_sums(self._prefix(flags)) for flags in self.size_classes.flags])
         )
-
-    @property
-    def num_blocks(self) -> int:
-        """Return the number of blocks."""
-        return len(self.order)
 
     def _prefix(self, values: Floats) -> Floats:
         return prefix_sums(values[self.rows])
@@ -155,24 +145,20 @@ class ChainCosts:
 
         inf as in `us_per_sample`.
         """
-        parameter, gradient, optimizer = (interval_sums(prefix) for prefix in self._held)
-        zero = self.costs.zero_stage
-        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
-        held = held + self.costs.input_bytes_of(lambda flags: interval_sums(self._prefix(flags)), degree)
+        held = [interval_sums(prefix) for prefix in self._held]
+        counts = [interval_sums(self._prefix(flags)) for flags in self.costs.reader_flags]
+        inputs = (self.costs.input_bytes_of(counts, degree),)
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         for size in map(int, np.unique(sizes[sizes > 0])):
             local, count = size / degree, min(in_flight, self.request.mini_batch // size)
             saved = self._saved * local + self._saved_fixed
-            whole = unreduced_bytes(gradient, saved, degree=degree, zero_stage=zero)
-            peak = peak_bytes(held + whole, saved, count, transient=self._transient * local)
+            transient = self._transient * local
+            peak = self.costs.peak_bytes(
+                held, saved, count, degree=degree, transient=transient, inputs=inputs
+            )
             result[sizes == size] = peak[sizes == size]
         return result
-
-    @property
-    def link_us_per_byte(self) -> float:
-        """Return microseconds of a byte on the outermost link that is needed."""
-        return float(link_for_span(self.request.cluster, self.request.num_ranks).occupied_us(1.0))
 
     def cut_bytes(self, at: int) -> float:
         """Return the bytes a sample of all that is made before block ``at`` of the order and read from there on."""
@@ -182,6 +168,13 @@ class ChainCosts:
         """Return the drafts of (start, stop, degree), or None where one has no micro-batch size."""
         groups = [self.order[start:stop] for start, stop, _ in bounds]
         return make_drafts(self.rules, groups, [degree for _, _, degree in bounds], self.wish)
+
+
+def chains_of(request: PlanRequest) -> list[ChainCosts]:
+    """Return the costs of a request's chain at each micro-batch size worth trying; at least one."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    rules = batch_rules(request)
+    return [ChainCosts(request, costs, rules, wish) for wish in rules.wishes]
 
 
 def even_stage_counts(request: PlanRequest) -> list[int]:

@@ -19,10 +19,10 @@ from collections.abc import Iterator
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
-from gpp_plugin.plan.costs.cost_model import CostModel, boundary_us, group_link, prefix_sums, ring_us
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
+from gpp_plugin.plan.costs.cost_model import boundary_us, group_link, prefix_sums, ring_us
 from gpp_plugin.plan.make import StageDraft
-from gpp_plugin.plan.request import PlanRequest, batch_rules
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
 
 MAX_STATES = 30_000
@@ -37,18 +37,16 @@ def dapple_plan(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: the search does not end, or the chain found does not fit (memory is not searched).
     """
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
+    chains = chains_of(request)
+    costs, order = chains[0].costs, chains[0].order
     candidates = []
-    searches = [_Search(ChainCosts(request, costs, rules, wish)) for wish in rules.wishes()]
-    for search in searches:
+    for search in map(_Search, chains):
         placed = search.run()
         candidates.append(search.drafts(placed) if placed is not None else None)
-    plan = best_sequential(request, costs, ([drafts] for drafts in candidates), planner="dapple")
+    plan = best_sequential(request, costs, [[drafts] for drafts in candidates], planner="dapple")
     if plan is None:
-        order = searches[0].chain.order
         groups = [[draft.blocks for draft in drafts] for drafts in candidates if drafts is not None]
-        explain_infeasible(request, costs, rules, [*groups, [order]])
+        explain_infeasible(request, costs, chains[0].rules, [*groups, [order]])
     return plan
 
 
@@ -96,7 +94,7 @@ class _Search:
                 self._best = latency, whole
         if stages is not None and len(placed) + 1 >= stages:
             return
-        for degree in self.chain.rules.degrees():
+        for degree in self.chain.rules.degrees:
             if degree >= free:
                 break
             for ranks, after in self._placements(degree, used):

@@ -31,18 +31,18 @@ from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential
+from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     boundary_us,
     link_for_span,
+    link_us_per_byte,
     ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.memory_formula import held_bytes, peak_bytes, unreduced_bytes
-from gpp_plugin.plan.make import Ints, SizeClasses, StageDraft
-from gpp_plugin.plan.request import BatchRules, PlanRequest, batch_rules, rank_limit
+from gpp_plugin.plan.make import StageDraft
+from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules
 from gpp_plugin.plan.selection import explain_infeasible
 
 # PipeDream's partitioner on the linearised model (Narayanan et al., SOSP 2019, section 3.1).
@@ -69,21 +69,20 @@ def pipedream_plan(request: PlanRequest) -> PipelinePlan:
     Raises:
         PlanInfeasible: no chain fits.
     """
-    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    rules = batch_rules(request)
-    chains = [ChainCosts(request, costs, rules, wish) for wish in rules.wishes()]
+    chains = chains_of(request)
+    costs, rules, order = chains[0].costs, chains[0].rules, chains[0].order
     preferences = (map(chain.drafts, partition_chain(chain)) for chain in chains)
     plan = best_sequential(request, costs, preferences, planner="pipedream")
     if plan is None:
-        explain_infeasible(request, costs, rules, [[[name] for name in chains[0].order], [chains[0].order]])
+        explain_infeasible(request, costs, rules, [[[name] for name in order], [order]])
     return plan
 
 
 def partition_chain(chain: ChainCosts) -> Iterator[list[Bounds]]:
     """Yield (start, stop, degree) of the stages of the best chain, then those of others that may need less memory."""
-    found = list(chain_bottlenecks(chain, chain.rules.degrees()))
+    found = list(chain_bottlenecks(chain, chain.rules.degrees))
     if not chain.size_classes.are_alike:
-        found += [answer for degree in chain.rules.degrees() for answer in chain_bottlenecks(chain, [degree])]
+        found += [answer for degree in chain.rules.degrees for answer in chain_bottlenecks(chain, [degree])]
     for _, bounds in sorted(found, key=lambda answer: (answer[0], len(answer[1]))):
         yield bounds
 
@@ -159,7 +158,7 @@ def piper_plan(request: PlanRequest) -> PipelinePlan:
             f"{MAX_DOWNSETS} downsets (branches multiply); use graphpipe or auto"
         )
     table = Downsets(request, costs, rules, downsets)
-    preferences = (_partitions(table, wish) for wish in rules.wishes())
+    preferences = (_partitions(table, wish) for wish in rules.wishes)
     plan = best_sequential(request, costs, preferences, planner="piper")
     if plan is None:
         names = [block.name for block in request.graph.blocks]
@@ -221,8 +220,8 @@ class Downsets:
         self.names = [block.name for block in request.graph.blocks]
         num = len(self.names)
         self.member = np.array([[m >> block & 1 for block in range(num)] for m in downsets], dtype=float)
-        self.limit = min(rank_limit(request, rank) for rank in range(request.num_ranks))
-        self.link_us_per_byte = float(link_for_span(request.cluster, request.num_ranks).occupied_us(1.0))
+        self.limit = min(request.rank_limits[rank] for rank in range(request.num_ranks))
+        self.link_us_per_byte = link_us_per_byte(request.cluster, request.num_ranks)
         self.size_classes = SizeClasses(rules, self.names)
         self._flags = self.member @ self.size_classes.flags.T
         self._packed = np.packbits(self.member.astype(np.uint8), axis=1)
@@ -308,13 +307,14 @@ class Downsets:
 
     def memory(self, stages: _Stages, sizes: Ints, degree: int) -> tuple[Floats, Floats]:
         """Return what a rank of each stage needs without what is in flight, and what a micro-batch keeps."""
-        zero, local = self.costs.zero_stage, sizes / degree
-        held = held_bytes(*stages.held, degree=degree, zero_stage=zero)
-        for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True):
-            held = held + reads * num_bytes / (degree if is_shared_out else 1)
-        saved = stages.saved[0] * local + stages.saved[1]
-        held = held + unreduced_bytes(stages.held[1], saved, degree=degree, zero_stage=zero)
-        return peak_bytes(held, saved, 0, transient=stages.transient * local), saved
+        local = sizes / degree
+        inputs = [
+            reads * num_bytes / (degree if is_shared_out else 1)
+            for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True)
+        ]
+        saved, transient = stages.saved[0] * local + stages.saved[1], stages.transient * local
+        peak = self.costs.peak_bytes(stages.held, saved, 0, degree=degree, transient=transient, inputs=inputs)
+        return peak, saved
 
 
 def _partitions(table: Downsets, wish: int) -> Iterator[list[StageDraft]]:
@@ -323,13 +323,13 @@ def _partitions(table: Downsets, wish: int) -> Iterator[list[StageDraft]]:
     if best is not None:
         yield best[1]
     if not table.size_classes.are_alike:
-        equal = [_partition(table, wish, [grid], UNBOUNDED) for grid in table.rules.grids()]
+        equal = [_partition(table, wish, [grid], UNBOUNDED) for grid in table.rules.grids]
         yield from (drafts for _, drafts in sorted((e for e in equal if e is not None), key=lambda e: e[0]))
 
 
 def best_of(table: Downsets, wish: int) -> tuple[float, list[StageDraft]] | None:
     """Return the smallest bottleneck at one micro-batch size, us a sample, and the stages with it, or None."""
-    degrees, grids = table.rules.degrees(), table.rules.grids()
+    degrees, grids = table.rules.degrees, table.rules.grids
     chain = ChainCosts(table.request, table.costs, table.rules, wish)
     bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
     # The chain that sets the bound may hold more than Piper's own count of what is in flight allows.

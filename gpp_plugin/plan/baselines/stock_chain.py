@@ -63,7 +63,7 @@ def uniform_plan(request: PlanRequest) -> PipelinePlan:
     counts = [count for count in even_stage_counts(request) if count <= len(order)]
     groupings = [split_by_layers(order, count) for count in counts]
     candidates = []
-    for groups, wish in itertools.product(groupings, rules.wishes()):
+    for groups, wish in itertools.product(groupings, rules.wishes):
         degree, rest = divmod(request.num_ranks, len(groups))
         drafts = None if rest else make_drafts(rules, groups, [degree] * len(groups), wish)
         if drafts is None:

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
@@ -97,11 +97,6 @@ def roofline_us(device: Device, *, flops: Any, num_bytes: Any, launches: Any = 1
     """
     flops_per_s, bytes_per_s, launch_us = device.speeds
     return launch_us * launches + np.maximum(flops / flops_per_s, num_bytes / bytes_per_s) * 1e6
-
-
-def distinct_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
-    """Return one device of each speed, in the order in which they come."""
-    return tuple({device.speeds: device for device in reversed(devices)}.values())[::-1]
 
 
 class DeviceSpeeds:
@@ -237,6 +232,9 @@ class CostModel:
         self.inputs = [
             ([self.index[name] for name in entry.blocks], float(entry.bytes), entry.is_shared_out)
             for entry in profile.inputs
+        ]
+        self.reader_flags = [
+            np.isin(np.arange(len(self.index)), rows).astype(float) for rows, _, _ in self.inputs
         ]
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float, Kinds], tuple[float, float]] = {}
@@ -390,17 +388,15 @@ class CostModel:
             second += both * (1.0 - cost.input_share)
         return first, second
 
-    def input_bytes_of(self, count: Callable[[Floats], Floats], degree: int) -> Floats:
+    def input_bytes_of(self, counts: Sequence[Floats], degree: int) -> Floats:
         """Return what a rank holds of the mini-batch, for many stages at once.
 
         Args:
-            count: returns by stage the sum of values [block] over its blocks.
+            counts: by input of the mini-batch, by stage, how many of its blocks read it (`reader_flags`).
         """
         held: Floats = np.zeros(())
-        for readers, num_bytes, is_shared_out in self.inputs:
-            flags = np.zeros(len(self.index))
-            flags[readers] = 1.0
-            held = held + np.where(count(flags) > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
+        for count, (_, num_bytes, is_shared_out) in zip(counts, self.inputs, strict=True):
+            held = held + np.where(count > 0.5, num_bytes / (degree if is_shared_out else 1), 0.0)
         return held
 
     def num_reductions(self, num_micro_batches: int) -> float:
@@ -437,14 +433,42 @@ class CostModel:
             is_optimized: what is saved may be swapped or recomputed, and so frees no memory for whole gradients
                 (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
         """
-        parameter, gradient, optimizer, saved, saved_fixed, transient = self._bytes_of(blocks)
-        zero = self.zero_stage
-        held = held_bytes(parameter, gradient, optimizer, degree=degree, zero_stage=zero)
+        *held, saved, saved_fixed, transient = self._bytes_of(blocks)
+        inputs = []
         if self.inputs:
-            held += self._profile.input_bytes((self._costs[row].block for row in blocks), degree)
-        each = saved * local + saved_fixed
-        held += unreduced_bytes(gradient, 0.0 if is_optimized else each, degree=degree, zero_stage=zero)
-        return int(round(peak_bytes(held, each, in_flight, transient=transient * local)))
+            inputs.append(self._profile.input_bytes([self._costs[row].block for row in blocks], degree))
+        each, more = saved * local + saved_fixed, transient * local
+        freed = 0.0 if is_optimized else each
+        peak = self.peak_bytes(
+            held, each, in_flight, degree=degree, transient=more, inputs=inputs, freed=freed
+        )
+        return int(round(peak))
+
+    def peak_bytes(
+        self,
+        held: Sequence[Any],
+        saved: Any,
+        in_flight: int,
+        *,
+        degree: int,
+        transient: Any,
+        inputs: Iterable[Any] = (),
+        freed: Any = None,
+    ) -> Any:
+        """Return the most bytes one rank needs, of one stage or, as arrays, of many (`memory_formula`).
+
+        Args:
+            held: bytes of parameters, of gradients and of optimizer state.
+            saved: of one micro-batch.
+            inputs: what it holds of the mini-batch, term by term.
+            freed: what of ``saved`` frees memory for whole gradients; None: all.
+        """
+        most = held_bytes(*held, degree=degree, zero_stage=self.zero_stage)
+        for num_bytes in inputs:
+            most = most + num_bytes
+        freed = saved if freed is None else freed
+        most = most + unreduced_bytes(held[1], freed, degree=degree, zero_stage=self.zero_stage)
+        return peak_bytes(most, saved, in_flight, transient=transient)
 
     def times_of(self, stage: Stage) -> tuple[float, float]:
         """Return `stage_times` of a plan's stage on its ranks."""
@@ -556,6 +580,11 @@ def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
 def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
     """Return the innermost level of the network whose groups hold all ``ranks``."""
     return cluster.link_between(min(ranks), max(ranks))
+
+
+def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
+    """Return microseconds of a byte on the level that joins ``num_ranks`` aligned consecutive ranks."""
+    return float(link_for_span(cluster, num_ranks).occupied_us(1.0))
 
 
 def link_for_span(cluster: Cluster, num_ranks: int) -> Link:

@@ -17,61 +17,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages, stage_task_us
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.tensors import LayoutKind
-from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
-from gpp_plugin.schedule.event_loop import stage_task_us
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.simulate.predict import predict_iteration_us
-
-# What crosses the boundary of a stage: every tensor once in and once out, however many blocks read it.
-#
-# Tensors of one value for all samples or for a loss unit are left out: they are small.
-
-
-def interval_bytes(graph: BlockGraph, items: Sequence[Sequence[int]]) -> Floats:
-    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items.
-
-    Args:
-        items: the blocks of each, by their numbers in the graph, in an order that the graph allows.
-    """
-    # On the chain a -> b -> c of 4 bytes a tensor, where c reads a's as well: [1, 2], b alone, has 4 in and 4 out;
-    # [1, 3] has 4 in, a's for b and c; what passes b by is no business of b's.
-    num = len(items)
-    place = {block: i for i, blocks in enumerate(items) for block in blocks}
-    first = min(place)
-    names = [block.name for block in graph.blocks]
-    index = {name: i for i, name in enumerate(names)}
-    makers: dict[str, int] = {}
-    readers: dict[str, list[int]] = {}
-    for edge in graph.edges:
-        src, dst = index[edge.src], index[edge.dst]
-        if src not in place and dst not in place:
-            continue
-        for tensor in edge.tensors:
-            makers[tensor] = place.get(src, -1)
-            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
-    result = np.zeros((num + 1, num + 1))
-    for tensor, maker in makers.items():
-        spec = graph.tensors[tensor]
-        if spec.layout.kind is not LayoutKind.BATCH:
-            continue
-        size = spec.bytes_for(spec.num_samples) / spec.num_samples
-        at = sorted(set(readers[tensor]))
-        last = at[-1]
-        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
-            result[: maker + 1, maker + 1 : last + 1] += size
-        inside = [r for r in at if 0 <= r < num and r > maker]
-        previous = maker
-        for reader in inside:  # enters every interval that begins after the maker and holds a reader
-            result[previous + 1 : reader + 1, reader + 1 :] += size
-            previous = reader
-    return result
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,15 +49,14 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, joined_breakdown
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import under_way_bytes
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name, lower_async
 
 # What one of t tensor ranks has of each block: the one formula of times, bytes and sums under tensor parallelism.
@@ -213,15 +212,6 @@ def sum_times(graph: BlockGraph, tensor: int, link: Link) -> Floats:
     return found
 
 
-def adam_bytes(dtype: str) -> int:
-    """Return what Adam holds of a trained parameter: two fp32 moments, and fp32 weights beside those of half precision.
-
-    >>> adam_bytes("fp32"), adam_bytes("bf16")
-    (8, 12)
-    """
-    return 8 if dtype == "fp32" else 12
-
-
 def shared_out(gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -> tuple[Any, Any]:
     """Return G / g and O / o: what one of ``degree`` ranks holds of gradients and optimizer state.
 
@@ -253,18 +243,6 @@ def sharded_bytes(parameter: Any, *, degree: int, zero_stage: int) -> Any:
     return parameter if zero_stage >= 3 and degree > 1 else 0
 
 
-def rank_bytes(peaks: Sequence[tuple[float, float]]) -> float:
-    """Return M of a rank that holds several stages: the sum of theirs, but of what is gathered the largest alone.
-
-    Args:
-        peaks: by stage, M and of it P - P / p.
-
-    >>> rank_bytes([(100, 40), (80, 30)])
-    150
-    """
-    return sum(most - gathered for most, gathered in peaks) + max(gathered for _, gathered in peaks)
-
-
 def stashed_bytes(gradient: Any, num_versions: int) -> Any:
     """Return (v - 1) G: older versions of the weights that are trained (mode async)."""
     return (num_versions - 1) * gradient
@@ -292,19 +270,6 @@ def peak_bytes(held: Any, saved: Any, in_flight: int, *, transient: Any, working
     437.0
     """
     return held + in_flight * saved + transient + working
-
-
-def micro_batches_within(free: Any, saved: Any, most: int) -> Any:
-    """Return the largest c whose c s fits into ``free``, at most ``most``; 0 where not even the rest fits.
-
-    A millionth of a micro-batch is allowed for: free bytes are differences of large sums.
-
-    >>> micro_batches_within(np.array([130.0, 80.0, -1.0]), np.array([40.0, 40.0, 40.0]), 9).tolist()
-    [3.0, 2.0, 0.0]
-    """
-    with np.errstate(divide="ignore", invalid="ignore"):
-        count = np.where(saved > 0, np.floor(free / saved + 1e-9), most)
-    return np.where(free < 0, 0, np.minimum(count, most))
 
 
 # What a plan's memory is predicted to be filled with, stage by stage: the terms of `memory_formula` one by one.
@@ -378,6 +343,22 @@ def messages_held(plan: PipelinePlan) -> list[int]:
     return found
 
 
+def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> PipelinePlan:
+    """Return the plan with the specs of its edges' tensors and the gradient bytes of its stages.
+
+    Args:
+        graph, profile: those the plan was made for.
+    """
+    costs = {
+        tensor: sharded_profile(profile, graph, tensor).by_block()
+        for tensor in {stage.tensor for stage in plan.stages}
+    }
+    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
+    names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
+    plan = plan.with_each(gradient_bytes=gradients)
+    return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
+
+
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds.
 
@@ -385,7 +366,7 @@ def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """
     parts = _parts_of(plan, request)
     sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
-    limits = [min(rank_limit(request, rank) for rank in stage.ranks) for stage in plan.stages]
+    limits = [min(request.rank_limits[rank] for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
     return dataclasses.replace(plan.with_each(sharded_bytes=sharded), memory=memory)
 
@@ -406,7 +387,7 @@ def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], Pip
             return plan
         taken += over
         ranks = {rank for stage in plan.stages for rank in stage.ranks}
-        limit = min(rank_limit(request, rank) for rank in ranks) - taken
+        limit = min(request.rank_limits[rank] for rank in ranks) - taken
         try:
             plan = make(dataclasses.replace(request, memory_limit_bytes=limit))
         except PlanInfeasible:
@@ -424,7 +405,7 @@ def _excess_bytes(plan: PipelinePlan, request: PlanRequest) -> int:
     found = 0
     for rank in {rank for stage in plan.stages for rank in stage.ranks}:
         own = joined_breakdown([parts[stage] for stage in plan.stages_of_rank(rank)])
-        over = own.total + own.messages - rank_limit(request, rank)
+        over = own.total + own.messages - request.rank_limits[rank]
         # a rank that exceeds it without messages is an explicit plan, and is for the validator
         found = max(found, over if over <= own.messages else 0)
     return found

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import MemoryBreakdown, MemoryPlan, PipelinePlan
+from gpp_plugin.ir.plan import MemoryBreakdown, MemoryPlan, PipelinePlan, forward_only_stages, stage_task_us
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.size_formulas import (
     Coefficients,
@@ -44,8 +44,7 @@ from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown, with_inputs
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
+from gpp_plugin.schedule.event_loop import nominal_times
 from gpp_plugin.schedule.task_graph import TaskGraph
 
 

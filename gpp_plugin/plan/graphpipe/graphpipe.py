@@ -246,7 +246,7 @@ def _with_counts(refiner: Refiner, trees: SearchTrees, counts: Sequence[int] | N
     largest = min(request.num_ranks, len(request.graph.blocks))
     # Any number may be the one whose degrees add up or whose stages fit: powers of two, then all ranks.
     open_counts = sorted({1 << n for n in range(largest.bit_length())} | {largest, (largest + 1) // 2})
-    sizes = sorted(rules.wishes(), key=lambda size: _lower_bound(request, costs, rules, size))
+    sizes = sorted(rules.wishes, key=lambda size: _lower_bound(request, costs, rules, size))
     for count in counts if counts is not None else open_counts:
         if count > len(request.graph.blocks):
             continue
@@ -311,7 +311,7 @@ def _frontiers(
 ) -> list[Partition]:
     """Return the frontiers of one tree, of partitions that may be as good as a step of ``known_us``."""
     names = [block.name for block in request.graph.blocks]
-    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes()}
+    bounds = {wish: _lower_bound(request, costs, rules, wish) for wish in rules.wishes}
     ramp = 1.0 if predict is None else RAMP
     searches: dict[tuple[int, int], StageSearch] = {}
     makers: dict[tuple[int, tuple[int, ...]], TableMaker] = {}
@@ -385,7 +385,7 @@ def make_search(
     # Levels count micro-batches of ``wish`` samples, one a stage on the longest path. A stage that takes more samples
     # at a time (it mixes them, or the user fixes its size) holds up its predecessors by that many more: with 64
     # samples after stages of 8, two of its own are 16 levels beside those of the path.
-    largest = max([request.loss_unit * rules.degrees()[-1] if rules.coupled else 1, *rules.fixed.values()])
+    largest = max([request.loss_unit * rules.degrees[-1] if rules.coupled else 1, *rules.fixed.values()])
     extra = -(-2 * min(largest, request.mini_batch) // wish) if largest > wish else 0
     top = min(longest, request.num_ranks) + min(extra, request.mini_batch // wish + 1, 2 * longest + 16)
     to_fit = tuple(levels_to_fit(top)) if fitter is not None else ()
@@ -628,6 +628,9 @@ class SearchTrees:
         self.graph, self.costs, self.report = graph, costs, report
         numbers = {block.name: i for i, block in enumerate(graph.blocks)}
         dependencies = nx.relabel_nodes(graph.dependencies(), numbers)
+        self.is_chain = all(
+            dependencies.in_degree(node) <= 1 and dependencies.out_degree(node) <= 1 for node in dependencies
+        )
         self._component = decompose(dependencies)
         self._longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
         self._trees: dict[object, SearchTree] = {}

@@ -22,9 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
-from gpp_plugin.plan.costs.estimate import interval_bytes
-from gpp_plugin.plan.costs.memory_formula import held_bytes, micro_batches_within, peak_bytes, unreduced_bytes
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import GraphTensors, Savings, savings_of
 from gpp_plugin.plan.refine.block_sets import bits, connected_parts
@@ -81,11 +80,12 @@ def _decompose(members: int, before: Sequence[int], after: Sequence[int]) -> Com
     nodes = tuple(bits(members))
     if len(nodes) == 1:
         return Component(kind="block", blocks=nodes)
-    parts = connected_parts(members, lambda node: (before[node] | after[node]) & members)
+    related = {node: before[node] | after[node] for node in nodes}
+    parts = connected_parts(members, related)
     if len(parts) > 1:
         children = tuple(_decompose(part, before, after) for part in parts)
         return Component(kind="parallel", blocks=nodes, children=children)
-    parts = connected_parts(members, lambda node: members & ~(before[node] | after[node]))
+    parts = connected_parts(members, {node: ~others for node, others in related.items()})
     if len(parts) == 1:
         prefix = _cheapest_cut(members, nodes, before, after)
         parts = [prefix, members & ~prefix]
@@ -369,11 +369,69 @@ def block_signatures(graph: BlockGraph, costs: CostModel, rules: BatchRules) -> 
     return result
 
 
+# What crosses the boundary of a stage: every tensor once in and once out, however many blocks read it.
+#
+# Tensors of one value for all samples or for a loss unit are left out: they are small.
+
+
+def interval_bytes(graph: BlockGraph, items: Sequence[Sequence[int]]) -> Floats:
+    """Return [start, stop]: forward bytes a sample that enter or leave the interval of items.
+
+    Args:
+        items: the blocks of each, by their numbers in the graph, in an order that the graph allows.
+    """
+    # On the chain a -> b -> c of 4 bytes a tensor, where c reads a's as well: [1, 2], b alone, has 4 in and 4 out;
+    # [1, 3] has 4 in, a's for b and c; what passes b by is no business of b's.
+    num = len(items)
+    place = {block: i for i, blocks in enumerate(items) for block in blocks}
+    first = min(place)
+    names = [block.name for block in graph.blocks]
+    index = {name: i for i, name in enumerate(names)}
+    makers: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    for edge in graph.edges:
+        src, dst = index[edge.src], index[edge.dst]
+        if src not in place and dst not in place:
+            continue
+        for tensor in edge.tensors:
+            makers[tensor] = place.get(src, -1)
+            readers.setdefault(tensor, []).append(place.get(dst, num if dst > first else -1))
+    result = np.zeros((num + 1, num + 1))
+    for tensor, maker in makers.items():
+        spec = graph.tensors[tensor]
+        if spec.layout.kind is not LayoutKind.BATCH:
+            continue
+        size = spec.bytes_for(spec.num_samples) / spec.num_samples
+        at = sorted(set(readers[tensor]))
+        last = at[-1]
+        if maker >= 0 and last > maker:  # leaves every interval that holds the maker and ends by ``last``
+            result[: maker + 1, maker + 1 : last + 1] += size
+        inside = [r for r in at if 0 <= r < num and r > maker]
+        previous = maker
+        for reader in inside:  # enters every interval that begins after the maker and holds a reader
+            result[previous + 1 : reader + 1, reader + 1 :] += size
+            previous = reader
+    return result
+
+
 # Time, memory and free bytes of every stage of a series, at any batch of a rank: matrices over rows and columns.
 
 
 Bools = npt.NDArray[np.bool_]
 NO_LIMIT = 1 << 40
+
+
+def micro_batches_within(free: Floats, saved: Floats, most: int) -> Floats:
+    """Return the largest c whose c s fits into ``free``, at most ``most``; 0 where not even the rest fits.
+
+    A millionth of a micro-batch is allowed for: free bytes are differences of large sums.
+
+    >>> micro_batches_within(np.array([130.0, 80.0, -1.0]), np.array([40.0, 40.0, 40.0]), 9).tolist()
+    [3.0, 2.0, 0.0]
+    """
+    with np.errstate(divide="ignore", invalid="ignore"):
+        count = np.where(saved > 0, np.floor(free / saved + 1e-9), most)
+    return np.where(free < 0, 0, np.minimum(count, most))
 
 
 class StageShapes:
@@ -446,12 +504,16 @@ class StageShapes:
         """Return [row, column] the bytes a rank has for what is saved, and what a micro-batch saves."""
         key = self._key(local, degree, limit)
         if key not in self._rooms:
-            zero = self.costs.zero_stage
-            held = held_bytes(self.parameter, self.gradient, self.optimizer, degree=degree, zero_stage=zero)
-            held = held + self.costs.input_bytes_of(self.total, degree)
-            each = self.saved * local + self.saved_fixed
-            held = held + unreduced_bytes(self.gradient, each, degree=degree, zero_stage=zero)
-            self._rooms[key] = limit - peak_bytes(held, each, 0, transient=self.peak * local), each
+            held, each = (
+                (self.parameter, self.gradient, self.optimizer),
+                self.saved * local + self.saved_fixed,
+            )
+            counts = [self.total(flags) for flags in self.costs.reader_flags]
+            inputs = (self.costs.input_bytes_of(counts, degree),)
+            peak = self.costs.peak_bytes(
+                held, each, 0, degree=degree, transient=self.peak * local, inputs=inputs
+            )
+            self._rooms[key] = limit - peak, each
         return self._rooms[key]
 
     def _key(self, local: float, degree: int, limit: float) -> tuple[float, int, float]:

@@ -19,6 +19,7 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     boundary_us,
     link_for_span,
+    link_us_per_byte,
     ring_us,
     us_per_sample,
 )
@@ -33,10 +34,9 @@ from gpp_plugin.plan.graphpipe.intervals import (
     bin_shapes,
     series_shapes,
 )
-from gpp_plugin.plan.make import SizeClasses
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.memory.operator_chain import least_added_us
-from gpp_plugin.plan.request import BatchRules, PlanRequest
+from gpp_plugin.plan.request import BatchRules, PlanRequest, SizeClasses
 
 # The stages of a table that are in time and fit at a level, and the fewest devices of one and of what is behind it.
 #
@@ -381,11 +381,11 @@ class TableMaker:
         self.fitter, self.levels = fitter, levels
         self._tables: dict[int, StageTable] = {}
         self.costs, self.rules, self.wish, self.shapes = costs, rules, wish, shapes
-        cluster, self.grids = request.cluster, rules.grids()
+        cluster, self.grids = request.cluster, rules.grids
         limit = float(max(device.memory_bytes for device in cluster.devices[: request.num_ranks]))
         most = request.memory_limit_bytes
         self.memory_limit = limit if most is None else min(limit, most)
-        self.link_us_per_byte = link_for_span(cluster, request.num_ranks).occupied_us(1.0)
+        self.link_us_per_byte = link_us_per_byte(cluster, request.num_ranks)
         self.is_gpipe = request.schedule == "gpipe"
         self.reduce_us_per_byte = [
             ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in self.grids

@@ -49,7 +49,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     is_in_turn,
     nearest_to_fitting,
 )
-from gpp_plugin.plan.request import PlanRequest, rank_limit
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import validate_for
 
 # Swap or recompute of a stage that is a user's own module: one block, of which is known what it keeps and when.
@@ -454,7 +454,7 @@ class StageFitter:
         return dataclasses.replace(plan, stages=tuple(change(stage) for stage in plan.stages))
 
     def _limit(self, stage: Stage) -> int:
-        return min(rank_limit(self.request, rank) for rank in stage.ranks)
+        return min(self.request.rank_limits[rank] for rank in stage.ranks)
 
     def _place(self, stage: Stage, limit: int) -> dict[str, Any]:
         return {
@@ -579,7 +579,7 @@ def _recomputed(stage: Stage, num_versions: int, request: PlanRequest, everythin
     rows, local = costs.indices(stage.blocks), stage.local_batch_size
     chain = StageChain(everything, rows, local, degree=stage.degree)
     stash = costs.stashed_bytes(rows, num_versions)
-    limit = min(rank_limit(request, rank) for rank in stage.ranks)
+    limit = min(request.rank_limits[rank] for rank in stage.ranks)
     stash += pending_bytes(stage, costs, stage.pending)  # what is held beside all that is saved
     shape = PipelineShape(
         num_stages=1,

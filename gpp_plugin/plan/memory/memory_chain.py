@@ -37,7 +37,7 @@ from gpp_plugin.plan.memory.operator_chain import (
     chain_results,
     chain_tensors,
 )
-from gpp_plugin.plan.request import PlanRequest, batch_rules, limit_gb, rank_limit
+from gpp_plugin.plan.request import PlanRequest, batch_rules, limit_gb
 
 # The blocks of one stage of a graph as a chain, so that what is worked out for chains applies to any stage.
 #
@@ -268,7 +268,7 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     num_stages, degree = _stages_and_degree(request)
     # the least memory of the consecutive ranks of every stage
     limits = [
-        min(rank_limit(request, rank) for rank in range(i * degree, (i + 1) * degree))
+        min(request.rank_limits[rank] for rank in range(i * degree, (i + 1) * degree))
         for i in range(num_stages)
     ]
     make_factory = functools.partial(
@@ -286,7 +286,7 @@ def plan_chain(request: PlanRequest, partition: Partition, *, planner: str) -> P
     nearest: tuple[ChainPlan, int] | None = None
     # those that every stage may run, whatever it holds
     names = [*sorted(rules.coupled)[:1], *rules.fixed, request.graph.blocks[0].name]
-    for size in rules.wishes():
+    for size in rules.wishes:
         if any(rules.micro_batch_size([name], degree, size) != size for name in names):
             continue
         found = factory.best(partition, size / degree, request.mini_batch // size)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import networkx as nx
 import numpy as np
@@ -196,7 +196,7 @@ class BlockSets:
 
     def parts(self, mask: Mask) -> list[Mask]:
         """Return the parts of a set that nothing inside it connects."""
-        return connected_parts(mask, lambda block: (self.before[block] | self.after[block]) & mask)
+        return connected_parts(mask, {block: self.before[block] | self.after[block] for block in bits(mask)})
 
     @remembered
     def cuts(self, mask: Mask, *, most_blocks: int) -> list[Mask]:
@@ -221,15 +221,19 @@ class BlockSets:
         return [p for p in dict.fromkeys(prefixes) if p and p != mask]
 
 
-def connected_parts(mask: Mask, neighbours: Callable[[int], Mask]) -> list[Mask]:
-    """Return the parts of a set that ``neighbours``, which are of the set, do not connect."""
+def connected_parts(mask: Mask, neighbours: Mapping[int, Mask]) -> list[Mask]:
+    """Return the parts of a set that no neighbours inside it connect.
+
+    >>> connected_parts(0b111, {0: 0b010, 1: 0b001, 2: 0b1000})
+    [3, 4]
+    """
     parts = []
     while mask:
         part = frontier = mask & -mask
         while frontier:
             low = frontier & -frontier
             frontier ^= low
-            fresh = neighbours(low.bit_length() - 1) & ~part
+            fresh = neighbours[low.bit_length() - 1] & mask & ~part
             part |= fresh
             frontier |= fresh
         parts.append(part)

@@ -26,7 +26,7 @@ from gpp_plugin.plan.costs.cost_model import (
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
-from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest, rank_limit
+from gpp_plugin.plan.request import ANY_SIZE, BatchRules, PlanRequest
 
 
 class Option(NamedTuple):
@@ -85,14 +85,14 @@ class DegreeChooser:
     ) -> None:
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.sets = BlockSets(costs) if sets is None else sets
-        self.limits = [rank_limit(request, rank) for rank in range(request.num_ranks)]
+        self.limits = [request.rank_limits[rank] for rank in range(request.num_ranks)]
         self._limit = max(self.limits)
         self._coupled = self.sets.mask_of(sorted(rules.coupled))
         self._fixed = {
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids()})
+        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
 
@@ -277,7 +277,7 @@ class DegreeChooser:
     ) -> _Sizing:
         request, costs = self.request, self.costs.at_tensor(tensor)
         found = []
-        for degree, of_grid in self.rules.grids() if len(fixed) < 2 else ():
+        for degree, of_grid in self.rules.grids if len(fixed) < 2 else ():
             size = self.rules.size_of(fixed[0] if fixed else None, is_coupled, degree, wish)
             if of_grid == tensor and size is not None:
                 found.append((degree, size))

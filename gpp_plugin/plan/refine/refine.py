@@ -178,7 +178,7 @@ class Refiner:
         plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
         if self.fitter is not None:
             plan = self.fitter.estimated(plan)
-        self.budget -= OVERHEAD + 2 * sum(plan.num_micro_batches(i) for i in range(len(plan.stages)))
+        self.budget -= OVERHEAD + 2 * sum(plan.mini_batch // draft.micro_batch_size for draft in drafts)
         times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
         excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
         us = estimate_plan_us(plan, self.costs)
@@ -282,7 +282,7 @@ class Refiner:
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
         quickest_first = sorted(range(len(masks)), key=times.__getitem__)
         yield from self._with_all(at, regroupings(self.sets, masks, slowest_first))
-        wishes = self.rules.wishes()
+        wishes = self.rules.wishes
         place = wishes.index(at.wish) if at.wish in wishes else 0
         near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
         yield from filter(None, (self.with_masks(at.masks, wish, at.slack, at.way) for wish in near))
@@ -326,7 +326,7 @@ class Refiner:
         """Yield a stage with its ranks shared out otherwise among data and tensor positions."""
         # 4x1 on micro-batches of 4 becomes 2x2 and 1x4 of the nearest sizes that these divide: the same ranks, so that
         # no other stage has to change.
-        degrees, num_ranks = self.rules.degrees(), draft.degree * draft.tensor
+        degrees, num_ranks = self.rules.degrees, draft.degree * draft.tensor
         for tensor in self.chooser.tensor_sizes(mask):
             if tensor != draft.tensor and num_ranks % tensor == 0 and num_ranks // tensor in degrees:
                 sizes = self.chooser.sizes(mask, num_ranks // tensor)
@@ -335,7 +335,7 @@ class Refiner:
                     yield dataclasses.replace(resized, tensor=tensor)
 
     def _moved_ranks(self, masks: Sequence[Mask], drafts: list[StageDraft]) -> Iterator[list[StageDraft]]:
-        degrees = self.rules.degrees()
+        degrees = self.rules.degrees
         for (i, giver), (j, taker) in itertools.permutations(enumerate(drafts), 2):
             for less in degrees:
                 # a giver of 2x2 that gives one row frees 2 ranks: a taker of 1x2 gets one row more, one of 1x4 none

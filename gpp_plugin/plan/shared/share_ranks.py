@@ -39,11 +39,8 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.make import (
-    StageDraft,
-    build_plan,
-    complete_plan,
-)
+from gpp_plugin.plan.costs.memory_formula import complete_plan
+from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.block_sets import (
     FEW_BLOCKS,
     Partitioner,
@@ -326,7 +323,7 @@ class StartMaker:
     def _degrees(self) -> list[int]:
         """Return the sizes of groups, equal ones, that make at least two groups; all ranks as one where none do."""
         total = self._request.num_ranks
-        fitting = [degree for degree in self._rules.degrees() if total % degree == 0]
+        fitting = [degree for degree in self._rules.degrees if total % degree == 0]
         fitting = [degree for degree in fitting if total // degree <= self._most_groups] or fitting
         return [degree for degree in fitting if degree < total] or fitting
 
@@ -408,7 +405,7 @@ class StartMaker:
 
     def _wishes(self, degree: int) -> list[int]:
         """Return micro-batch sizes of stages of ``degree`` ranks."""
-        return [wish for wish in self._rules.wishes() if wish % degree == 0] or self._rules.wishes()
+        return [wish for wish in self._rules.wishes if wish % degree == 0] or self._rules.wishes
 
     def _load(self, part: Sequence[str]) -> float:
         return self._partitioner.load(self._partitioner.sets.mask_of(part))
@@ -596,7 +593,7 @@ class _Search:
             for size in self._rules.sizes(draft.blocks, draft.degree):
                 if size != draft.micro_batch_size and 0.3 < size / draft.micro_batch_size < 4:
                     yield (*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :])
-        for wish in self._rules.wishes():
+        for wish in self._rules.wishes:
             changed = []
             for draft in drafts:
                 wished = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages, on_own_ranks
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.make import (
     StageDraft,
@@ -35,13 +35,10 @@ from gpp_plugin.plan.make import (
     with_pending,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.request import PlanRequest, SearchReport, rank_limit
+from gpp_plugin.plan.request import PlanRequest, SearchReport
 from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plugins import find_schedule, k_of
-from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.orders.gpipe import forward_only_stages
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
-from gpp_plugin.schedule.orders.stage_order import on_own_ranks
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_schedule
 from gpp_plugin.simulate.predict import predict_iteration_us
 
 # A smaller plan that takes as long: ranks that hold the same stages side by side become one.
@@ -360,10 +357,10 @@ class SharedEvaluator:
         for stage in plan.stages:
             # a rank of 80 GB whose stages need 60 and 40: they get 48 and 32
             limit = min(
-                rank_limit(self.request, rank) * min(stage.memory_bytes / totals[rank], 1.0)
+                self.request.rank_limits[rank] * min(stage.memory_bytes / totals[rank], 1.0)
                 for rank in stage.ranks
             )
-            is_over = any(totals[rank] > rank_limit(self.request, rank) for rank in stage.ranks)
+            is_over = any(totals[rank] > self.request.rank_limits[rank] for rank in stage.ranks)
             if find_schedule(stage.schedule).splits_backward:
                 limit -= pending_bytes(stage, self.costs, stage.in_flight)
             stages.append(self._fitter.fitted_stage(stage, limit=int(limit)) if is_over else stage)
@@ -376,9 +373,7 @@ class SharedEvaluator:
 def under(plan: PipelinePlan, schedule: str, costs: CostModel) -> PipelinePlan:
     """Return the plan with one schedule on all stages, and its in-flight counts."""
     k = k_of(schedule)
-    name = schedule if k is None else "1f1b"
-    count = len(plan.stages)
-    changed = plan.with_each(schedule=[name] * count, k=[k or 1] * count)
+    changed = with_schedule(plan, schedule if k is None else "1f1b", k or 1)
     return with_counts(changed, plan_in_flight(changed), costs)
 
 

@@ -346,7 +346,15 @@ def all_reduce(
     if tensor.device.type != "cpu":
         dist.all_reduce(tensor, op=op, group=group)
         return
-    finish(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor, group=group, what=what)
+    begin_all_reduce(tensor, group=group, what=what, op=op)()
+
+
+def begin_all_reduce(
+    tensor: Tensor, *, group: dist.ProcessGroup | int, what: str, op: Any = dist.ReduceOp.SUM
+) -> Callable[[], None]:
+    """Begin an `all_reduce`, and return what waits for it; until then the tensor is left alone."""
+    work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
+    return functools.partial(finish, work, tensor, group=group, what=what)
 
 
 def all_gather(whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str) -> None:

@@ -1,11 +1,11 @@
-"""Refuses task orders that are not whole: something missing, repeated, in the wrong order, or held too long."""
+"""Refuses task orders that are not whole (missing, repeated or held too long), and ranks in several tensor rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.errors import ScheduleError
+from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
@@ -272,3 +272,23 @@ class _ScheduleCheck:
             self._gradients[micro_batch] = task.kind
         if task.kind in LAST_KINDS:
             self._done.add(micro_batch)
+
+
+def check_shared_rows(plan: PipelinePlan) -> None:
+    """Refuse a plan that puts a rank into different tensor rows: all of a row's ranks must run the same tasks together.
+
+    Raises:
+        PlanError: names two stages and the rank.
+    """
+    # row and stage by rank
+    found: dict[int, tuple[tuple[int, ...], str]] = {}
+    for stage in plan.stages:
+        for position in range(stage.degree):
+            row = stage.tensor_ranks(position)
+            for rank in row:
+                other, name = found.setdefault(rank, (row, stage.name))
+                if other != row:
+                    raise PlanError(
+                        f"stages {name!r} and {stage.name!r} share rank {rank}, but run their tasks on its tensor "
+                        f"ranks {list(other)} and {list(row)}; give them the same tensor ranks or ranks of their own"
+                    )

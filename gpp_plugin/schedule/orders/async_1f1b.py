@@ -27,9 +27,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, sinks_first
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.schedule.orders.stage_order import sinks_first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

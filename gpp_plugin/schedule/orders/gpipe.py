@@ -13,29 +13,6 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 
-# Forwards alone: evaluation, and frozen stages in training.
-
-
-def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
-    """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
-
-    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
-    """
-    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
-
-
-def frozen_branch(plan: PipelinePlan) -> frozenset[int]:
-    """Return the forward-only stages that depend on the mini-batch alone: all that is before them is forward-only too.
-
-    Nothing that training changes reaches them, so they may run a mini-batch before its turn. A forward-only stage
-    behind a trained one (it reads tensors without gradients) is none of them.
-    """
-    found = set(forward_only_stages(plan))
-    while late := {edge.dst for edge in plan.edges if edge.src not in found and edge.dst in found}:
-        found -= late
-    return frozenset(found)
-
 
 def forward_only_schedule(stage: int, micro_batches: int, *, num_in_flight: int) -> StageSchedule:
     """Return the forwards of one stage in order.

@@ -24,14 +24,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, on_own_ranks, stages_behind
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
 from gpp_plugin.schedule.checks.order_check import has_backwards
 from gpp_plugin.schedule.event_loop import nominal_durations, run_task_graph
 from gpp_plugin.schedule.orders.gpipe import gpipe_schedule
-from gpp_plugin.schedule.orders.stage_order import on_own_ranks, stages_behind
 from gpp_plugin.schedule.task_graph import TaskGraph
 
 SLACK = 1e-9

@@ -47,20 +47,13 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, on_own_ranks, sends_gradients, stage_task_us
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.schedule.build_graph import build_task_graph
-from gpp_plugin.schedule.checks.order_check import has_backwards
-from gpp_plugin.schedule.event_loop import (
-    Transfers,
-    nominal_durations,
-    nominal_times,
-    run_task_graph,
-    stage_task_us,
-)
-from gpp_plugin.schedule.orders.stage_order import on_own_ranks, sends_gradients
-from gpp_plugin.schedule.shared_ranks import SLACK, Network, check_shared_rows
+from gpp_plugin.schedule.checks.order_check import check_shared_rows, has_backwards
+from gpp_plugin.schedule.event_loop import Transfers, nominal_durations, nominal_times, run_task_graph
+from gpp_plugin.schedule.shared_ranks import SLACK, Network
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 

@@ -38,11 +38,10 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, sinks_first, stage_task_us
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times
 from gpp_plugin.schedule.messages import activation_bytes
-from gpp_plugin.schedule.orders.stage_order import sinks_first
 
 
 def count_sliced(

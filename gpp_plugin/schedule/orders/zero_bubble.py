@@ -40,15 +40,14 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, sends_gradients, stage_task_us
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.plugins import Schedule
+from gpp_plugin.schedule.build import plan_in_flight
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS, has_backwards
-from gpp_plugin.schedule.event_loop import nominal_times, stage_task_us
+from gpp_plugin.schedule.event_loop import nominal_times
 from gpp_plugin.schedule.messages import gradient_kinds
-from gpp_plugin.schedule.orders.in_flight import plan_in_flight
 from gpp_plugin.schedule.orders.kfkb import one_f_one_b_schedule
-from gpp_plugin.schedule.orders.stage_order import sends_gradients
 
 _F, _B, _I, _W = TaskKind.FORWARD, TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT, TaskKind.WEIGHT_GRADIENT
 

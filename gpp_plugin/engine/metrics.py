@@ -145,14 +145,16 @@ class StragglerWatch:
         self._num_steps = 0
         self._unread: deque[Sequence[tuple[Moment, Moment]]] = deque(maxlen=self.WINDOW)
         self._us: list[float] = []
-        self._coming: Callable[[], Tensor] | None = None
+        self._medians = torch.zeros(plan.num_ranks, dtype=torch.float64)
+        self._coming: Callable[[], None] | None = None
         self._named: dict[int, float] = {}
 
     def note(self, tasks: Sequence[tuple[Moment, Moment]]) -> dict[int, RankTime] | None:
         """Add this rank's tasks of a step; return the times of all ranks in the step behind a window, else None."""
         found = None
         if self._coming is not None:
-            found = times_of_ranks(self._plan, dict(enumerate(self._coming().tolist())))
+            self._coming()
+            found = times_of_ranks(self._plan, dict(enumerate(self._medians.tolist())))
             self._coming = None
         # On a device a step's times are read a step late or two: nothing waits for it here.
         self._unread.append(tasks)
@@ -161,10 +163,9 @@ class StragglerWatch:
             self._unread.popleft()
         self._num_steps += 1
         if self._num_steps % self.WINDOW == 0:
-            own = torch.zeros(self._plan.num_ranks, dtype=torch.float64)
-            own[self._rank] = median(self._us) if self._us else 0.0
+            self._medians.zero_()[self._rank] = median(self._us) if self._us else 0.0
             self._us.clear()
-            self._coming = self._collectives.begin_sum(own, "the times of tasks")
+            self._coming = self._collectives.begin_sum(self._medians, "the times of tasks")
         return found
 
     def new_stragglers(self, times: Mapping[int, RankTime]) -> str:

@@ -490,20 +490,15 @@ class Collectives:
         Raises:
             CommTimeout: a rank did not come in time, or is gone.
         """
-        return self.begin_sum(tensor, what)()
+        self.begin_sum(tensor, what)()
+        return tensor
 
-    def begin_sum(self, tensor: Tensor, what: str) -> Callable[[], Tensor]:
-        """Begin a `sum`, and return what waits for it and returns it; until then the tensor is left alone."""
-        group = self.group
-        if group is None:
-            return lambda: tensor
-        work = dist.all_reduce(tensor, group=group, async_op=True)
-
-        def end() -> Tensor:
-            wait_for(work, **self._wait(group, what))
-            return tensor
-
-        return end
+    def begin_sum(self, tensor: Tensor, what: str) -> Callable[[], None]:
+        """Begin a `sum`, and return what waits for it; until then the tensor is left alone."""
+        if self.group is None:
+            return lambda: None
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return functools.partial(wait_for, work, **self._wait(self.group, what))
 
     def gather(self, value: T, what: str) -> list[T]:
         """Return every rank's value, on every rank.

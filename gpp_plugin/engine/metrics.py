@@ -142,7 +142,7 @@ class StragglerWatch:
 
     def __init__(self, plan: PipelinePlan, *, rank: int, collectives: Collectives) -> None:
         self._plan, self._rank, self._collectives = plan, rank, collectives
-        self._num_steps = 0
+        self._num_steps = self._most_tasks = 0
         self._unread: deque[Sequence[tuple[Moment, Moment]]] = deque(maxlen=self.WINDOW)
         self._us: list[float] = []
         self._medians = torch.zeros(plan.num_ranks, dtype=torch.float64)
@@ -159,8 +159,11 @@ class StragglerWatch:
         # On a device a step's times are read a step late or two: nothing waits for it here.
         self._unread.append(tasks)
         while self._unread and (us := spent_us(self._unread[0])) is not None:
-            self._us.append(us)
-            self._unread.popleft()
+            # where units lack a stage's branch it has fewer tasks than planned: as long as all would have taken
+            count = len(self._unread.popleft())
+            self._most_tasks = max(self._most_tasks, count)
+            if count:
+                self._us.append(us * self._most_tasks / count)
         self._num_steps += 1
         if self._num_steps % self.WINDOW == 0:
             self._medians.zero_()[self._rank] = median(self._us) if self._us else 0.0

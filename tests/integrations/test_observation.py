@@ -239,8 +239,14 @@ def test_times_are_medians_of_windows_and_those_that_a_device_has_not_come_throu
     assert [watch.note([each]) for each in spikes] == [None] * window
     times = watch.note([(0.0, 100.0)])
     assert times is not None and times[0].us == 7.0, "the window's, one step later"
+    watch = watch_of(1)
+    for step in range(window):  # of ten tasks that are planned eight run now and then, and then none
+        watch.note([(0.0, 2.0)] * 10 if step == 0 else [(0.0, 2.0)] * 8 if step < 7 else [])
+    times = watch.note([(0.0, 1.0)])
+    assert times is not None and times[0].us == 20.0, "as long as all would have taken"
+    watch = watch_of(1)
     marks = [Mark() for _ in range(window)]
-    for step in range(window - 1):
+    for step in range(window):
         assert watch.note([(marks[step], marks[step])]) is None  # type: ignore[list-item]
         marks[max(step - 1, 0)].has_passed = True
     times = watch.note([])

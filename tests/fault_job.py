@@ -19,8 +19,8 @@ class FaultSettings:
         block, config: changes of the configuration on all ranks.
         steps: of training, then a save, an evaluation, a load, and the end.
         only_rank_zero_saves: the others go on training.
-        bad_data: what raises ValueError on rank 1 at its second mini-batch: ``dataset``, ``collate_fn``, ``iterator``, or
-            the iterator of ``evaluation``.
+        bad: what raises ValueError on rank 1 at its second mini-batch: ``dataset``, ``collate_fn``, ``iterator``, the
+            iterator of ``evaluation``, a ``hook`` on a parameter, or the script's own ``callback`` before it.
         model: of `tests.models`.
         generates: tokens after training.
     """
@@ -34,7 +34,7 @@ class FaultSettings:
     steps: int = 3
     uses_loader: bool = False
     only_rank_zero_saves: bool = False
-    bad_data: str = ""
+    bad: str = ""
     model: str = "two_branch"
     generates: bool = False
 
@@ -89,7 +89,7 @@ def train(settings: FaultSettings) -> None:
     if is_odd:
         config = odd_config(settings.odd, config)
         make_odd(settings.odd, model)
-    bad = settings.bad_data if rank == 1 else ""
+    bad = settings.bad if rank == 1 else ""
     if settings.uses_loader:
         rows = make_batch(4 * B, 1)
         samples = [{key: value[i] for key, value in rows.items()} for i in range(4 * B)]
@@ -99,7 +99,13 @@ def train(settings: FaultSettings) -> None:
     stream: Any = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
     if bad == "iterator":
         stream = itertools.chain(itertools.islice(stream, 1), map(bad_sample, [0]))
-    for _ in range(settings.steps):
+    if bad == "hook":  # tried once before the first step, and called in each
+        calls = itertools.count()
+        hook = lambda gradient: bad_sample(0) if next(calls) > 1 else None  # noqa: E731
+        next(engine.module.parameters()).register_hook(hook)
+    for step in range(settings.steps):
+        if bad == "callback" and step == 1:
+            bad_sample(0)
         engine.train_batch(data_iter=stream)
     if settings.generates:
         engine.generate(sample["input_ids"], max_new_tokens=6)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from html import escape
 from importlib import resources
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from gpp_plugin.commands.command_parser import add_width, axis_of, columns_of
@@ -53,6 +54,7 @@ from gpp_plugin.report.timeline_chart import (
     IDLE_COLOUR,
     LIMIT_COLOUR,
     MEMORY_COLOUR,
+    RANK_TIMES,
     TRACKS,
     ChartRow,
     TimelineChart,
@@ -61,9 +63,11 @@ from gpp_plugin.report.timeline_chart import (
     draw_timeline,
     format_timeline,
     legend_of,
+    rank_time_rows,
     summarize_timeline,
 )
-from gpp_plugin.report.units import format_bytes, format_ms
+from gpp_plugin.report.units import format_bytes, format_ms, format_table
+from gpp_plugin.simulate.timeline_metrics import RankTime, times_of_ranks
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -107,14 +111,21 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # a plan that only serves its timelines is not shown as text, but belongs to the page
     shown = [each for each in reported if each.name in {str(path) for path in args.files}]
     results = [_show_plan(each.plan, columns_of(args)) for each in shown]
-    for plan, timeline in timelines:
-        print(format_timeline(timeline, plan, **axis_of(args)))
-        results.append(
-            {
-                "rows": [to_plain(event) for event in timeline.events],
-                "summary": dataclasses.asdict(summarize_timeline(timeline)),
-            }
-        )
+    for each in reported:
+        for _, timeline in each.timelines:
+            print(format_timeline(timeline, each.plan, **axis_of(args)))
+            results.append(
+                {
+                    "rows": [to_plain(event) for event in timeline.events],
+                    "summary": dataclasses.asdict(summarize_timeline(timeline)),
+                }
+            )
+        times = _measured_times(each)
+        if times:
+            print(
+                f"\n{format_table(RANK_TIMES, rank_time_rows(times, each.plan), left=2, width=columns_of(args))}"
+            )
+            results[-1]["ranks"] = [{"rank": rank, **dataclasses.asdict(t)} for rank, t in times.items()]
     _write(args, reported)
     return results[0] if len(results) == 1 else {"reports": results}
 
@@ -130,6 +141,15 @@ def _show_plan(plan: PipelinePlan, width: int) -> dict[str, Any]:
         "plan": fingerprint(plan),
         "memory": [{**to_plain(part), "total": part.total} for part in plan.memory],
     }
+
+
+def _measured_times(reported: ReportedPlan) -> dict[int, RankTime]:
+    """Return what the tasks of each rank took in a step, the median of the measured timelines; empty without any."""
+    busy = [t.busy_us() for _, t in reported.timelines if t.source == "measured"]
+    ranks = sorted({rank for each in busy for rank in each})
+    return times_of_ranks(
+        reported.plan, {rank: median(each.get(rank, 0.0) for each in busy) for rank in ranks}
+    )
 
 
 def _read(files: list[Path], extra: Path | None) -> list[ReportedPlan]:
@@ -306,6 +326,13 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
         lines += [f'<li class="rejected">{escape(note)}</li>' for note in rejected]
         parts += ["<h2>What the planner chose, rejected and left out</h2>", "<ul>", *lines, "</ul>"]
     parts += _timelines(number, charts)
+    times = _measured_times(each)
+    if times:
+        parts += [
+            "<h2>What the tasks of each rank took in a step</h2>",
+            '<p class="note">over the plan: its time over the plan\'s, beside that of the ranks of other stages</p>',
+            _table(RANK_TIMES, rank_time_rows(times, plan)),
+        ]
     if plan.memory:
         parts += [
             "<h2>Memory at its peak, predicted for one rank of each stage</h2>",

@@ -429,14 +429,14 @@ class GraphPipelineEngine(PipelineSurface):
         self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
         with watching, self._watch.as_captured(), self.rank_engine.attached():
-            loss, stepped, events = self._steps.train(
+            loss, stepped, result = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
         self._watch.note()
         self._last_step = stepped
         if clock is not None:
             self.last_timeline = keep_timeline(
-                events,
+                result.events,
                 clock,
                 plan=self.plan,
                 collectives=self._collectives,
@@ -446,7 +446,7 @@ class GraphPipelineEngine(PipelineSurface):
         self._metrics.after_step(
             loss=loss,
             step=stepped,
-            events=events,
+            result=result,
             batch=batch,
             global_steps=counters.global_steps,
             global_samples=counters.global_samples,
@@ -455,11 +455,11 @@ class GraphPipelineEngine(PipelineSurface):
         self._count_skipped(stepped, counters.global_steps)
         return torch.full((), loss, dtype=torch.float32, device=self.device)
 
-    def _look_at_model(self, *, is_training: bool = True) -> ConfigError | None:
+    def _look_at_model(self, *, is_training: bool = True) -> Exception | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
         try:
             self._watch.look(is_training=is_training)
-        except ConfigError as error:
+        except Exception as error:  # users' hooks are tried, and may raise whatever they like
             return error
         return None
 

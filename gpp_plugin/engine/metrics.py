@@ -1,4 +1,4 @@
-"""What a user sees of training: monitors, the step log, phases of a step, messages, FLOPs; numbers that are not finite.
+"""What a user sees of training: monitors, step log, phases, messages, FLOPs, stragglers; numbers that are not finite.
 
 `NanLocator` looks at what every operator of a mini-batch returns, and at the gradient that comes back to it:
 
@@ -37,14 +37,22 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.report.chrome_trace import write_trace
-from gpp_plugin.report.timeline_chart import PhaseTimes, format_messages, format_phases, mean_phases
+from gpp_plugin.report.timeline_chart import (
+    PhaseTimes,
+    describe_rank_time,
+    format_messages,
+    format_phases,
+    mean_phases,
+)
 from gpp_plugin.runtime.batches import Batch, num_elements, units_of
+from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.ranks.collectives import Collectives
-from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE, name_of
 from gpp_plugin.runtime.ranks.job_board import mark_shared
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
-from gpp_plugin.runtime.recorder import Clock, gather_timeline
+from gpp_plugin.runtime.recorder import Clock, Moment, gather_timeline, spent_us
 from gpp_plugin.runtime.stage_module import Reference
+from gpp_plugin.simulate.timeline_metrics import STRAGGLES, RankTime, times_of_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +120,74 @@ class OutlierMonitor:
         return found
 
 
+class StragglerWatch:
+    """Finds ranks whose tasks take longer than they should; every method is collective over all ranks.
+
+        steps    1 .. 20         21                     .. 40         41
+        times    median of 20    come; rank 0 compares        again
+
+    A window's medians travel while the next step runs, so that no rank waits for another one, in mode async neither.
+
+    Args:
+        rank: this one.
+        collectives: of all ranks.
+    """
+
+    WINDOW = 20
+    """Steps whose median is compared."""
+    RECOVERED = 1.2
+    """Below so many times what it should take, a rank that was named is as quick as the others again."""
+    MOST_NAMED = 4
+    """Ranks in one line of the log."""
+
+    def __init__(self, plan: PipelinePlan, *, rank: int, collectives: Collectives) -> None:
+        self._plan, self._rank, self._collectives = plan, rank, collectives
+        self._num_steps = self._most_tasks = 0
+        self._unread: deque[Sequence[tuple[Moment, Moment]]] = deque(maxlen=self.WINDOW)
+        self._us: list[float] = []
+        self._medians = torch.zeros(plan.num_ranks, dtype=torch.float64)
+        self._coming: Callable[[], None] | None = None
+        self._named: dict[int, float] = {}
+
+    def note(self, tasks: Sequence[tuple[Moment, Moment]]) -> dict[int, RankTime] | None:
+        """Add this rank's tasks of a step; return the times of all ranks in the step behind a window, else None."""
+        found = None
+        if self._coming is not None:
+            self._coming()
+            found = times_of_ranks(self._plan, dict(enumerate(self._medians.tolist())))
+            self._coming = None
+        # On a device a step's times are read a step late or two: nothing waits for it here.
+        self._unread.append(tasks)
+        while self._unread and (us := spent_us(self._unread[0])) is not None:
+            # where units lack a stage's branch it has fewer tasks than planned: as long as all would have taken
+            count = len(self._unread.popleft())
+            self._most_tasks = max(self._most_tasks, count)
+            if count:
+                self._us.append(us * self._most_tasks / count)
+        self._num_steps += 1
+        if self._num_steps % self.WINDOW == 0:
+            self._medians.zero_()[self._rank] = median(self._us) if self._us else 0.0
+            self._us.clear()
+            self._coming = self._collectives.begin_sum(self._medians, "the times of tasks")
+        return found
+
+    def new_stragglers(self, times: Mapping[int, RankTime]) -> str:
+        """Return the ranks to name, in words: once, until they recover or become slower still; empty for none."""
+        found = []
+        for rank, time in times.items():
+            if time.slowness < self.RECOVERED:
+                self._named.pop(rank, None)
+            elif time.slowness > STRAGGLES * max(self._named.get(rank, 1.0), 1.0):
+                self._named[rank] = time.slowness
+                found.append(rank)
+        words = [
+            f"{name_of(rank, self._plan.names_on_rank(rank))}, whose tasks take {describe_rank_time(times[rank])}"
+            for rank in found
+        ]
+        more = len(words) - self.MOST_NAMED
+        return "; ".join(words[: self.MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
+
+
 class Metrics:
     """Writes losses, learning rates and times as the DeepSpeed configuration says; on rank 0 only.
 
@@ -149,6 +225,9 @@ class Metrics:
         self._write = write_events
         self._collectives = collectives
         self._outliers = OutlierMonitor()
+        self._stragglers: StragglerWatch | None = None
+        if plan.num_ranks > 1:
+            self._stragglers = StragglerWatch(plan, rank=setting.rank, collectives=collectives)
         # FLOPs of the captured operators, for a mini-batch of the samples the model was captured with. A backward
         # computes gradients of inputs and of weights, each about as much as the forward: three forwards in all, and
         # one of a stage that runs no backward.
@@ -189,20 +268,26 @@ class Metrics:
         *,
         loss: float,
         step: StepResult,
-        events: Sequence[Event],
+        result: MiniBatchResult,
         batch: Batch,
         global_steps: int,
         global_samples: int,
         seconds: float,
     ) -> None:
-        """Report one optimizer step; collective in the steps that are printed with phases or messages.
+        """Report one optimizer step; collective.
 
         Args:
-            events: this rank's of the step, where they `needs_events`.
+            result: this rank's of the step, with events where it `needs_events`.
             batch: the mini-batch, or its shapes.
         """
         if self.needs_events:
-            self._phases.add(events, seconds * 1e6)
+            self._phases.add(result.events, seconds * 1e6)
+        if (
+            self._stragglers is not None
+            and (times := self._stragglers.note(result.tasks))
+            and self._is_writer
+        ):
+            self._report_times(times, self._stragglers.new_stragglers(times), global_steps, global_samples)
         is_printed = bool(self._steps_per_print) and global_steps % self._steps_per_print == 0
         ranks = self._gather_phases() if is_printed and self.needs_events else None
         if not self._is_writer:
@@ -224,6 +309,25 @@ class Metrics:
             self._print(loss, step, ranks, global_steps)
         if global_steps == self._flops_step:
             self._report_flops(seconds)
+
+    def _report_times(
+        self, times: Mapping[int, RankTime], stragglers: str, global_steps: int, global_samples: int
+    ) -> None:
+        """Write what the tasks of each rank took, and name those that straggle."""
+        if stragglers:
+            logger.warning(
+                "step %d: slow in the last %d steps: %s; look at what else runs there, and at its clocks",
+                *(global_steps, StragglerWatch.WINDOW, stragglers),
+            )
+        if self._write is None:
+            return
+        values: list[tuple[str, float, int]] = []
+        for rank, time in times.items():
+            values.append((f"Train/TaskTime/ms_rank_{rank}", time.us / 1e3, global_samples))
+            for name, ratio in (("plan", time.over_plan), ("replicas", time.over_replicas)):
+                if ratio:
+                    values.append((f"Train/TaskTime/over_{name}_rank_{rank}", ratio, global_samples))
+        self._write(values)
 
     def _gather_phases(self) -> dict[int, PhaseTimes] | None:
         """Return what all ranks noted since the last line, on rank 0; begin anew."""

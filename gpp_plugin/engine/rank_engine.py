@@ -51,6 +51,7 @@ from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.runtime.ranks.collectives import exchange
+from gpp_plugin.runtime.ranks.failure_board import describe_error
 
 
 class StageEngine:
@@ -457,7 +458,7 @@ class RankEngine:
                 framework = f", {self._framework}" if self._framework else ""
                 raise ConfigError(
                     f"{what} failed on rank {self.rank} (stage {self.plan.names_on_rank(self.rank)!r}{framework}): "
-                    f"{type(error).__name__}: {error}"
+                    f"{describe_error(error)}"
                 ) from error
 
         # On the default group, whose timeout is the job's: a rank may be compiling an optimizer meanwhile.

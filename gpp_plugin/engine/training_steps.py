@@ -35,13 +35,13 @@ from gpp_plugin.engine.metrics import Metrics
 from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_step import StepResult
-from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure
+from gpp_plugin.errors import CommTimeout, GppError
 from gpp_plugin.ir.plan import forward_only_stages
-from gpp_plugin.ir.timeline import Event
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.collectives import Collectives
+from gpp_plugin.runtime.ranks.job_board import shared_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 
@@ -113,8 +113,8 @@ class TrainingSteps:
 
     def train(
         self, batch: Batch, *, following: Batch | None = None, record: bool
-    ) -> tuple[float, StepResult, Sequence[Event]]:
-        """Train on one mini-batch; return the mean loss, the last step, and what happened when, if recorded.
+    ) -> tuple[float, StepResult, MiniBatchResult]:
+        """Train on one mini-batch; return the mean loss, the last step, and what this rank has, events if recorded.
 
         In mode async it enters the pipeline, which is full when this returns, and the learning-rate schedule advances
         once. The loss is then the mean of those that came out meanwhile, which lag behind what enters by the
@@ -145,7 +145,7 @@ class TrainingSteps:
         if not self._has_noted_staleness:
             self._has_noted_staleness = True
             self._metrics.note_staleness(self.staleness, self._stages.counters.global_samples)
-        return loss, stepped, result.events
+        return loss, stepped, result
 
     def _sum_loss(self, result: MiniBatchResult) -> float:
         """Return the mean loss of a synchronous mini-batch, summed over all ranks."""
@@ -378,9 +378,10 @@ class DataCheck:
             ) from error
 
 
-def different_data(step: int, *, checksum: int, rank: int) -> RuntimeFailure:
-    """Return the error of ranks that were given different mini-batches."""
-    return RuntimeFailure(
+def different_data(step: int, *, checksum: int, rank: int) -> GppError:
+    """Return the error of ranks that were given different mini-batches, which all of them raise."""
+    return shared_error(
+        "RuntimeFailure",
         f"step {step}: the ranks were given different mini-batches (checksum {checksum} on rank {rank}); give every "
-        "rank the same stream of batches: no DistributedSampler, the same shuffle seed everywhere"
+        "rank the same stream of batches: no DistributedSampler, the same shuffle seed everywhere",
     )

@@ -17,7 +17,14 @@ from gpp_plugin.ir.plan import PipelinePlan, joined_breakdown
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, Event, EventKind, Timeline
 from gpp_plugin.report.figure import CHAR_WIDTH, Figure, Label, Polygon, Polyline, Rectangle, Shape
 from gpp_plugin.report.units import IN_LOGS, LABEL_WIDTH, format_bytes, format_ms, format_table, shorten_name
-from gpp_plugin.simulate.timeline_metrics import StageMemory, Steps, joined_spans, memory_over_time
+from gpp_plugin.simulate.timeline_metrics import (
+    STRAGGLES,
+    RankTime,
+    StageMemory,
+    Steps,
+    joined_spans,
+    memory_over_time,
+)
 
 # Figures drawn from a timeline: idle time, what each rank did, which stages ran at the same time.
 
@@ -185,6 +192,40 @@ def format_phases(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:
             ]
         )
     return format_table(["rank", "stage", *PHASES, "total ms"], rows, left=2, width=IN_LOGS) + left_out
+
+
+def describe_rank_time(time: RankTime) -> str:
+    """Return a rank's time and what makes it a straggler, in words.
+
+    >>> describe_rank_time(RankTime(us=48e3, planned_us=20e3, over_plan=1.4, over_replicas=1.6))
+    "48.0 ms a step, 1.40 times the plan's beside other stages, 1.60 times its replicas'"
+    """
+    parts = [f"{format_ms(time.us)} ms a step"]
+    if time.over_plan > STRAGGLES:
+        parts.append(f"{time.over_plan:.2f} times the plan's beside other stages")
+    if time.over_replicas > STRAGGLES:
+        parts.append(f"{time.over_replicas:.2f} times its replicas'")
+    return ", ".join(parts)
+
+
+RANK_TIMES = ["rank", "stage", "tasks ms", "planned ms", "over the plan", "over replicas", ""]
+"""The header of `rank_time_rows`."""
+
+
+def rank_time_rows(times: Mapping[int, RankTime], plan: PipelinePlan) -> list[list[str]]:
+    """Return a row a rank: what its tasks took in a step, beside the plan's time and its replicas', and who is slow."""
+    return [
+        [
+            str(rank),
+            shorten_name(plan.names_on_rank(rank)),
+            format_ms(time.us),
+            format_ms(time.planned_us) if time.planned_us else "-",
+            f"{time.over_plan:.2f}" if time.over_plan else "-",
+            f"{time.over_replicas:.2f}" if time.over_replicas else "-",
+            "slow" if time.slowness > STRAGGLES else "",
+        ]
+        for rank, time in sorted(times.items())
+    ]
 
 
 def format_messages(ranks: Mapping[int, PhaseTimes], plan: PipelinePlan) -> str:

@@ -39,9 +39,9 @@ from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, h
 from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.routes import BoundarySpecs, Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
-from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.failure_board import HERE, describe_error
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
-from gpp_plugin.runtime.recorder import Recorder
+from gpp_plugin.runtime.recorder import Moment, Recorder
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.program_sets import EMPTY, ProgramPlace, RankPrograms
 
@@ -57,6 +57,7 @@ class MiniBatchResult:
         losses: (loss, samples it is the mean over) of each loss computed here.
         outputs: named output -> (first sample, tensor) in order; evaluation only.
         events: what was done when, in microseconds of this rank's clock; only when recorded.
+        tasks: start and end of each task (`recorder.spent_us`), always.
         step_result: what `StageHooks.step` returned.
         memories: what each stage kept for backward, by its index; empty where it was not counted, or the rank runs no
             backwards.
@@ -67,6 +68,7 @@ class MiniBatchResult:
     losses: list[tuple[Tensor, int]] = field(default_factory=list)
     outputs: dict[str, list[tuple[int, Tensor]]] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
+    tasks: list[tuple[Moment, Moment]] = field(default_factory=list)
     step_result: object = None
     memories: dict[int, MemoryCounts] = field(default_factory=dict)
     most_bytes: int = 0
@@ -191,8 +193,7 @@ class StageExecutor:
                 if task.kind is TaskKind.FORWARD:
                     step = self._compile_forward(task)
                 elif task.kind is TaskKind.WEIGHT_GRADIENT:
-                    call = functools.partial(self._compute.weight_gradient, task.micro_batch)
-                    step = self._timed(EventKind.WEIGHT_GRADIENT, call, task.micro_batch)
+                    step = self._compile_weight_gradient(task.micro_batch)
                 else:
                     step = self._compile_backward(task)
                 if previous is InstructionKind.GATHER:
@@ -209,20 +210,29 @@ class StageExecutor:
                 hooks = self._hooks
                 assert hooks is not None, "a program with reductions needs hooks"
                 is_tied = instruction.kind is InstructionKind.REDUCE_TIED
-                step = self._timed(EventKind.REDUCE, hooks.reduce_tied if is_tied else hooks.reduce_data)
+                step = self._compile_reduction(hooks.reduce_tied if is_tied else hooks.reduce_data)
             steps.append((instruction, step))
             if instruction.kind in (InstructionKind.COMPUTE, InstructionKind.GATHER, InstructionKind.FREE):
                 previous = instruction.kind
         return steps
 
-    def _timed(self, kind: EventKind, call: Step, micro_batch: int = -1) -> Step:
-        """Return a step that is one call, and notes when."""
+    def _compile_weight_gradient(self, micro_batch: int) -> Step:
+        recorder, compute = self.recorder, self._compute
+
+        def run() -> None:
+            start = recorder.moment()
+            compute.weight_gradient(micro_batch)
+            recorder.note_task(EventKind.WEIGHT_GRADIENT, micro_batch, start)
+
+        return run
+
+    def _compile_reduction(self, reduce: Step) -> Step:
         recorder = self.recorder
 
         def run() -> None:
             start = recorder.now()
-            call()
-            recorder.note(kind, micro_batch, start)
+            reduce()
+            recorder.note(EventKind.REDUCE, start)
 
         return run
 
@@ -247,7 +257,7 @@ class StageExecutor:
             if gathering is not None:
                 start = recorder.now()
                 gathering()
-                recorder.note(EventKind.GATHER, -1, start)
+                recorder.note(EventKind.GATHER, start)
             step()
 
         return run
@@ -270,7 +280,7 @@ class StageExecutor:
         self.result.step_result = of_all()
         if versions is not None:
             versions.end_update()
-        self.recorder.note(EventKind.STEP, -1, start)
+        self.recorder.note(EventKind.STEP, start)
 
     def _compile_forward(self, task: Task) -> Step:
         mail, recorder = self.mail, self.recorder
@@ -297,7 +307,7 @@ class StageExecutor:
                 mail.complete(number)
             if is_held_back:
                 mail.finish_sends_of(expired)
-            start = recorder.now()
+            start = recorder.moment()
             rows = self._inputs[micro_batch - first_input]
             outputs = forward(micro_batch + mail.shift, half, rows, [read() for read in reads])
             if slot >= 0:
@@ -306,7 +316,7 @@ class StageExecutor:
                 self.result.losses.append((outputs[loss].detach(), num_samples))
             for name, position in self._named_outputs.items():
                 self.result.outputs.setdefault(name, []).append((first_sample, outputs[position]))
-            recorder.note(EventKind.FORWARD, micro_batch, start, half)
+            recorder.note_task(EventKind.FORWARD, micro_batch, start, half)
 
         return run
 
@@ -359,11 +369,11 @@ class StageExecutor:
         def run() -> None:
             for number in waits:
                 mail.complete(number)
-            start = recorder.now()
+            start = recorder.moment()
             gradients = backward(micro_batch + mail.shift, [None if r is None else r() for r in reads])
             if slot >= 0:
                 self._made[slot] = gradients
-            recorder.note(kind, micro_batch, start)
+            recorder.note_task(kind, micro_batch, start)
 
         return run
 
@@ -379,7 +389,7 @@ class StageExecutor:
         """
         self._inputs = inputs
         self.result = MiniBatchResult()
-        self.recorder.start(self.result.events, is_on=record)
+        self.recorder.start(self.result.events, self.result.tasks, is_on=record)
         if carry is not None:
             self.mail.take_over(carry)
 
@@ -443,9 +453,7 @@ def run_steps(
                 f"{_place(program, parts, instruction)}: a sum over ranks broke off: another rank is gone, or did not "
                 "come in the time its process group has"
             ) from error
-        raise RuntimeFailure(
-            f"{_place(program, parts, instruction)}: {type(error).__name__}: {error}"
-        ) from error
+        raise RuntimeFailure(f"{_place(program, parts, instruction)}: {describe_error(error)}") from error
     finally:
         for part in parts:
             part.release(is_carried=is_carried)
@@ -612,6 +620,7 @@ def _join_results(results: Sequence[MiniBatchResult]) -> MiniBatchResult:
         joined.losses += result.losses
         joined.outputs |= result.outputs
         joined.events += result.events
+        joined.tasks += result.tasks
         joined.message_bytes += result.message_bytes
         joined.step_result = joined.step_result if result.step_result is None else result.step_result
     joined.events.sort(key=lambda event: event.start_us)

@@ -39,6 +39,7 @@ from gpp_plugin.runtime.compute import StageHooks, StageWeights
 from gpp_plugin.runtime.executor import Around, MiniBatchResult, RankExecutor, Step
 from gpp_plugin.runtime.memory.counting import HeldTogether
 from gpp_plugin.runtime.random_streams import are_same, streams_of
+from gpp_plugin.runtime.recorder import Moment
 from gpp_plugin.runtime.stage_module import StageFunction, StageModule
 from gpp_plugin.runtime.stage_runner import MAX_UNIT_SHAPES, RunnerContext, StageRunner
 from gpp_plugin.runtime.weight_versions import MakePlaces, ParameterPlaces
@@ -204,17 +205,19 @@ class RankRunner:
         following = self._runnable(batch, following)
         assert self._prefetched is None or self._prefetched is batch, "drop what was prefetched for another"
         filled: list[Event] = []
+        tasks: list[tuple[Moment, Moment]] = []
         with self._releasing_on_failure():
             *first, last = self.policy.calls[self._executor.last, following is not None]
             for name in first:
                 found = self._run_program(name, batch, batch, record=record)
                 filled += map(self._as_first, found.events)
+                tasks += found.tasks
             result = self._run_program(last, batch, following, record=record, count=count)
             for runner in self.stage_runners:
                 runner.check_staleness()
         if self.policy.can_prefetch:
             self._note_prefetched(following, is_whole=last == "whole")
-        result.events[:0] = filled
+        result.events[:0], result.tasks[:0] = filled, tasks
         return result
 
     def _run_program(

@@ -25,8 +25,21 @@ Moment = float | torch.cuda.Event
 """Microseconds of this rank's clock; on CUDA a mark in the stream that computes, to be read when it is through."""
 
 
+def spent_us(tasks: Sequence[tuple[Moment, Moment]]) -> float | None:
+    """Return what tasks took together, by their starts and ends; None while the device has not come through them."""
+    total = 0.0
+    for start, end in tasks:
+        if isinstance(start, float) or isinstance(end, float):
+            total += end - start  # type: ignore[operator]
+        elif not end.query():
+            return None
+        else:
+            total += start.elapsed_time(end) * 1e3
+    return total
+
+
 class Recorder:
-    """The events of one rank; while it is off nothing is noted.
+    """The events of one rank; while it is off only the starts and ends of its tasks are noted (`spent_us`).
 
     On CUDA nothing is waited for while a mini-batch runs, or its times would be others, and it might stop: a host that
     waits for its device in the midst of a program waits for messages too. Marks are put into the stream that computes
@@ -40,17 +53,18 @@ class Recorder:
     def __init__(self, *, rank: int, stage: int, device: torch.device) -> None:
         self._rank = rank
         self._stage = stage
-        self._device = device
+        self._device, self._is_cuda = device, device.type == "cuda"
         self._events: list[Event] = []
         self._noted: list[tuple[dict[str, Any], Moment, Moment]] = []
+        self._tasks: list[tuple[Moment, Moment]] = []
         self._first: tuple[torch.cuda.Event, float] | None = None
         self.is_on = False
 
-    def start(self, events: list[Event], *, is_on: bool) -> None:
-        """Note from here on, if it is on; `finish` puts what was noted into ``events``."""
-        self._events, self.is_on = events, is_on
+    def start(self, events: list[Event], tasks: list[tuple[Moment, Moment]], *, is_on: bool) -> None:
+        """Note the times of tasks in ``tasks``; if it is on, all else too, which `finish` puts into ``events``."""
+        self._events, self._tasks, self.is_on = events, tasks, is_on
         self._noted.clear()
-        if is_on and self._device.type == "cuda":
+        if is_on and self._is_cuda:
             # Ties the stream's marks to the host's clock, before anything of the mini-batch is posted.
             mark = self._mark()
             mark.synchronize()
@@ -72,9 +86,11 @@ class Recorder:
 
     def now(self) -> Moment:
         """Return this moment; 0 while nothing is noted."""
-        if not self.is_on:
-            return 0.0
-        return _host_us() if self._first is None else self._mark()
+        return self.moment() if self.is_on else 0.0
+
+    def moment(self) -> Moment:
+        """Return this moment, whether it is on or not; on CUDA nothing is waited for."""
+        return self._mark() if self._is_cuda else time.perf_counter_ns() / 1e3
 
     def _mark(self) -> torch.cuda.Event:
         mark = torch.cuda.Event(enable_timing=True)
@@ -87,10 +103,17 @@ class Recorder:
         first, first_us = self._first
         return first_us + first.elapsed_time(moment) * 1e3
 
-    def note(self, kind: EventKind, micro_batch: int, start: Moment, half: int | None = None) -> None:
-        """Note what ends now: a task, or (``micro_batch`` -1) what is done once a mini-batch."""
+    def note(self, kind: EventKind, start: Moment) -> None:
+        """Note what is done once a mini-batch, and ends now."""
         if self.is_on:
-            self._noted.append(({"kind": kind, "micro_batch": micro_batch, "half": half}, start, self.now()))
+            self._noted.append(({"kind": kind}, start, self.moment()))
+
+    def note_task(self, kind: EventKind, micro_batch: int, start: Moment, half: int | None = None) -> None:
+        """Note a task that began at a `moment`, and ends now."""
+        end = self.moment()
+        self._tasks.append((start, end))
+        if self.is_on:
+            self._noted.append(({"kind": kind, "micro_batch": micro_batch, "half": half}, start, end))
 
     def note_message(
         self, kind: EventKind, message: Message, start: Moment, payloads: Sequence[Payload]

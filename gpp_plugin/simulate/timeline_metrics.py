@@ -1,9 +1,10 @@
 """What is read off a timeline: in-flight and memory over time, start-up, the critical path, what travel is hidden.
 
-Everything here takes timelines from any source: predicted, rehearsed or measured.
+Everything here takes timelines from any source: predicted, rehearsed or measured. `times_of_ranks` compares what the
+tasks of ranks took with the plan, and with each other.
 
 Source: this project
-Tests: tests/simulate/test_overlap.py, tests/nccl/test_overlap.py
+Tests: tests/simulate/test_overlap.py, tests/nccl/test_overlap.py, tests/simulate/test_metrics.py
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
@@ -465,3 +467,77 @@ class _Link:
             late += max(0.0, free - needed)
             requested_us = use + late
         return free
+
+
+# ---- stragglers ----------------------------------------------------------------------------------------------
+
+STRAGGLES = 1.3
+"""A rank whose tasks take longer than so many times what they should is a straggler."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTime:
+    """What the tasks of a rank took in a step, beside what they should.
+
+    Args:
+        planned_us: by the plan; 0 where it predicts no times.
+        over_plan: of the quickest rank with the same stages, over the median of all ranks with others: its time over
+            the plan's. 0 where that is unknown.
+        over_replicas: its time over the median of the other data-parallel replicas of its stages; 0 without any.
+    """
+
+    us: float
+    planned_us: float
+    over_plan: float
+    over_replicas: float
+
+    @property
+    def slowness(self) -> float:
+        """Return the larger one of both ratios."""
+        return max(self.over_plan, self.over_replicas)
+
+
+def times_of_ranks(plan: PipelinePlan, measured_us: Mapping[int, float]) -> dict[int, RankTime]:
+    """Return the times of ranks beside the plan and beside each other.
+
+    Args:
+        measured_us: rank -> microseconds of its tasks; those of 0 ran none, and are left out.
+    """
+    # A plan's times are often wrong for the machine as a whole, so ratios to it are compared, not times. Two stages on
+    # two ranks each, and the plan says 20 and 10 ms:
+    #
+    #     rank   stage   ms   over planned   over the plan                over its replica
+    #     0      text    30   1.5            min(1.5, 2.4) / 1.6 = 0.9    30 / 48 = 0.6
+    #     1      text    48   2.4            0.9                          48 / 30 = 1.6    a straggler
+    #     2, 3   image   16   1.6            1.6 / median(1.5, 2.4) = 0.8     1.0
+    #
+    # A stage is slow where even the quickest of its ranks is: one slow replica makes no stragglers of the others.
+    measured = {rank: us for rank, us in measured_us.items() if us > 0.0}
+    stages = {rank: plan.stages_of_rank(rank) for rank in measured}
+    planned = {
+        rank: sum(
+            plan.num_micro_batches(index) * (plan.stages[index].forward_us + plan.stages[index].backward_us)
+            for index in own
+        )
+        for rank, own in stages.items()
+    }
+    ratios = {rank: measured[rank] / planned[rank] for rank in measured if planned[rank] > 0.0}
+    found = {}
+    for rank, own in stages.items():
+        alike = [ratio for other, ratio in ratios.items() if stages[other] == own]
+        others = [ratio for other, ratio in ratios.items() if stages[other] != own]
+        places = [plan.stages[index].position(rank)[1] for index in own]
+        replicas = [
+            measured[other]
+            for other in measured
+            if other != rank
+            and stages[other] == own
+            and [plan.stages[index].position(other)[1] for index in own] == places
+        ]
+        found[rank] = RankTime(
+            us=measured[rank],
+            planned_us=planned[rank],
+            over_plan=min(alike) / median(others) if alike and others else 0.0,
+            over_replicas=measured[rank] / median(replicas) if replicas else 0.0,
+        )
+    return found

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gpp_plugin.runtime.ranks.job_board import job_board
 from tests.models import build
 from tests.reference import ReferenceRun, gradient_errors
 from tests.runtime.odd_models import build_odd
@@ -148,7 +149,9 @@ def different_data() -> dict[str, str]:
         model, make_batch = build("two_branch")
         engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1, "mode": mode}))
         batches = [make_batch(B, torch.distributed.get_rank()), make_batch(B, 2)]
-        said[mode] = said_of(functools.partial(steps, engine, batches))
+        board = job_board()
+        assert board is not None
+        said[mode] = f"{said_of(functools.partial(steps, engine, batches))}; first: {board.first}"
     return said
 
 

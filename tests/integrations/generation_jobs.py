@@ -303,6 +303,47 @@ def share_prompts(name: str, cases: tuple[tuple[int, str], ...], are_cut: bool =
     return answers
 
 
+def break_down(module: nn.Module) -> None:
+    """Let a module fail on tensors, and not on shapes."""
+    works = module.forward
+
+    def forward(hidden: Tensor) -> Tensor:
+        if type(hidden) is Tensor:
+            raise ValueError("this layer is broken")
+        return works(hidden)
+
+    module.forward = forward  # type: ignore[method-assign]
+
+
+def fail_on_one_rank(rank: int, block: dict[str, Any], name: str) -> tuple[str, str]:
+    """Return what is said to a generation in which a module of the last stage fails on a rank, and who failed first."""
+    from gpp_plugin.runtime.ranks.job_board import job_board
+
+    models: list[Any] = []
+    engine = engine_of(
+        "llama",
+        lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
+        block={"stages": 2, **block},
+    )
+    if engine.global_rank == rank and name != "streamer":
+        break_down(models[0].get_submodule(name))
+    given = {"streamer": BrokenStreamer()} if name == "streamer" else {}
+    asked = prompts("llama", 1 if given else 4)
+    said = said_of(lambda: engine.generate(**asked, **ways("llama")["greedy"], **given))
+    board = job_board()
+    assert board is not None
+    if board.first is None:
+        said += f"; then {train(engine, 'llama', [9])[0] > 0}"
+    return said, str(board.first)
+
+
+class BrokenStreamer(Kept):
+    """A streamer that fails before any rank has computed something."""
+
+    def put(self, value: Tensor) -> None:
+        raise ValueError("this layer is broken")
+
+
 def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, Any]:
     """Train T5 for two steps with Seq2SeqTrainer, evaluate and predict by generating.
 

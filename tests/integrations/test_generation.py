@@ -84,6 +84,31 @@ def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
     assert min(alone) == 0 and max(parts) == max(alone) * 8 // 14
 
 
+@pytest.mark.parametrize(
+    ("ranks", "block", "module"),
+    [
+        (2, {}, "model.layers.3.mlp"),  # its layer's cache has grown: it fails on shapes, too
+        (4, {"data_parallel": 2, "generate": {"block": 2, "cache": "sequence"}}, "lm_head"),  # the others stop together
+        (2, {}, "streamer"),
+    ],
+    ids=["a grown cache", "cut caches", "a streamer"],
+)  # fmt: skip
+def test_a_module_that_fails_on_one_rank_is_in_the_last_line_of_all(
+    ranks: int, block: dict[str, Any], module: str
+) -> None:
+    bad = 0 if module == "streamer" else ranks - 1
+    expected = f"engine.generate: rank {bad}: ValueError: this layer is broken (generation_jobs.py:"
+    for rank, (said, first) in enumerate(run_kept_ranks(jobs.fail_on_one_rank, ranks, bad, block, module)):
+        assert expected in said and ("in put)" if module == "streamer" else "in forward)") in said, (
+            rank,
+            said,
+        )
+        if module == "streamer":
+            assert said.endswith("; then True") and first == "None", "all stop together, and train on"
+        else:
+            assert first.startswith(f"rank {bad} (stage ") and expected in first, (rank, first)
+
+
 @pytest.mark.parametrize("setting", [s for s in jobs.SETTINGS if "tensor ranks" in s])
 def test_tensor_ranks_share_the_prompts_and_train_on_as_if_nothing_were(setting: str, tmp_path: Path) -> None:
     """Each has its stage's weights whole meanwhile; the losses behind it are those without a generation, to the bit."""

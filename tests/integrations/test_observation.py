@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +12,15 @@ import pytest
 import torch
 
 from gpp_plugin.engine import metrics
-from gpp_plugin.engine.metrics import OutlierMonitor
+from gpp_plugin.engine.metrics import OutlierMonitor, StragglerWatch
 from gpp_plugin.engine.stage_step import StepResult
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.batches import UnitBatch
+from gpp_plugin.runtime.executor import MiniBatchResult, StageExecutor
+from gpp_plugin.runtime.ranks.collectives import Collectives
 from tests.integrations.engine_jobs import B, config_of, logged, make_engine, steps
 from tests.models import build
-from tests.ranks import run_ranks
+from tests.ranks import run_kept_ranks, run_ranks
 
 
 def observe(directory: str) -> dict[str, Any]:
@@ -86,7 +90,7 @@ def test_numbers_are_of_the_steps_since_the_last_line() -> None:
     )
     for number, seconds in enumerate((0.5, 1.5, 0.25, 0.25), start=1):
         found.after_step(
-            loss=float(number), step=step, events=(), batch=batch, global_steps=number,
+            loss=float(number), step=step, result=MiniBatchResult(), batch=batch, global_steps=number,
             global_samples=8 * number, seconds=seconds,
         )  # fmt: skip
     # per sample 2 GFLOP in the tower, once, and 4 in the text, three times: of 8 samples 112
@@ -172,3 +176,161 @@ def test_an_outlier_is_far_above_the_last_finite_losses() -> None:
         "a hundredth of the median's size"
     )
     assert small.note(-2.0 + 0.02 * OutlierMonitor.DEVIATIONS * 1.01)
+
+
+# ---- stragglers ----------------------------------------------------------------------------------------------
+
+
+def plan_of_replicas(number: int) -> PipelinePlan:
+    stage = Stage(
+        name="text", blocks=("a",), ranks=tuple(range(number)), micro_batch_size=2 * number, in_flight=1,
+        forward_us=1.0, backward_us=2.0,
+    )  # fmt: skip
+    return PipelinePlan(
+        model="m",
+        graph="",
+        planner="",
+        mini_batch=2 * number,
+        loss_unit=2 * number,
+        stages=(stage,),
+        edges=(),
+    )
+
+
+def watch_of(number: int) -> StragglerWatch:
+    return StragglerWatch(
+        plan_of_replicas(number), rank=0, collectives=Collectives(group=None, who="rank 0", timeout_s=1.0)
+    )
+
+
+def test_a_straggler_is_named_once_until_it_recovers_or_is_slower_still() -> None:
+    watch = watch_of(2)
+
+    def named(slowness: float) -> str:
+        return watch.new_stragglers(
+            metrics.times_of_ranks(watch._plan, {0: 1e4, 1: 1e4 * slowness}),
+        )
+
+    assert [bool(named(each)) for each in (1.2, 1.29, 1.5, 1.5, 1.25, 1.6, 1.9)] == [
+        *(False, False, True, False, False, False, False)
+    ], "1.25 is no recovery, and 1.9 not 1.3 times the 1.5 that it was named with"
+    assert named(2.0) == "rank 1 (stage 'text'), whose tasks take 20.0 ms a step, 2.00 times its replicas'"
+    assert [bool(named(each)) for each in (1.1, 1.4, 1.4)] == [False, True, False], "it had recovered"
+    many = watch_of(12)
+    said = many.new_stragglers(metrics.times_of_ranks(many._plan, {r: 1e4 * (1 + r // 7) for r in range(12)}))
+    assert said.count("rank ") == StragglerWatch.MOST_NAMED and said.endswith("; and 1 more"), said
+
+
+def test_times_are_medians_of_windows_and_those_that_a_device_has_not_come_through_are_read_later() -> None:
+    class Mark:
+        """Of a device that is through behind the next step."""
+
+        has_passed = False
+
+        def query(self) -> bool:
+            return self.has_passed
+
+        def elapsed_time(self, end: Any) -> float:
+            assert self.has_passed and end.has_passed, "else a host would have to wait"
+            return 3.0
+
+    watch, window = watch_of(1), StragglerWatch.WINDOW
+    spikes = [(0.0, 1e9 if step < window // 2 - 1 else 7.0) for step in range(window)]
+    assert [watch.note([each]) for each in spikes] == [None] * window
+    times = watch.note([(0.0, 100.0)])
+    assert times is not None and times[0].us == 7.0, "the window's, one step later"
+    watch = watch_of(1)
+    for step in range(window):  # of ten tasks that are planned eight run now and then, and then none
+        watch.note([(0.0, 2.0)] * 10 if step == 0 else [(0.0, 2.0)] * 8 if step < 7 else [])
+    times = watch.note([(0.0, 1.0)])
+    assert times is not None and times[0].us == 20.0, "as long as all would have taken"
+    watch = watch_of(1)
+    marks = [Mark() for _ in range(window)]
+    for step in range(window):
+        assert watch.note([(marks[step], marks[step])]) is None  # type: ignore[list-item]
+        marks[max(step - 1, 0)].has_passed = True
+    times = watch.note([])
+    assert times is not None and times[0].us == 3000.0, "the device's milliseconds"
+
+
+def planted(factors: tuple[float, ...]) -> dict[str, Any]:
+    """Train on two stages; the tasks of rank 1 take so many times the planned time, of rank 0 once."""
+    with logged("gpp_plugin.engine.metrics") as records:
+        model, make_batch = build("two_branch")
+        engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2}))
+        rank, written, spent = engine.global_rank, [], []
+        watch = engine._metrics._stragglers
+        real, planned = (
+            metrics.spent_us,
+            metrics.times_of_ranks(engine.plan, {0: 1.0, 1: 1.0})[rank].planned_us,
+        )
+        engine._metrics._write = written.extend if rank == 0 else None
+        said = []
+        try:
+            for factor in factors:
+                metrics.spent_us = lambda tasks, factor=factor: (  # as slow as it is planned, on any machine
+                    spent.append(real(tasks)) or 5 * planned * (factor if rank == 1 else 1.0)
+                )
+                records.clear()
+                steps(engine, [make_batch(B, seed) for seed in range(watch.WINDOW)])
+                said.append([r.getMessage() for r in records if "slow" in r.getMessage()])
+        finally:
+            metrics.spent_us = real
+    engine.destroy()
+    return {"said": said, "written": written, "spent": spent, "planned_us": planned}
+
+
+def test_a_rank_that_takes_longer_than_planned_is_named_in_the_log_and_in_monitors() -> None:
+    first, second = run_kept_ranks(planted, 2, (1.2, 1.5, 1.5, 1.2))
+    assert min(first["spent"] + second["spent"]) > 0, "every rank's tasks are timed in every step"
+    assert second["said"] == [[], [], [], []], "rank 0 tells of all"
+    # a window is looked at one step behind it
+    assert [len(lines) for lines in first["said"]] == [0, 0, 1, 0]
+    (line,) = first["said"][2]
+    assert line.startswith("step 41: slow in the last 20 steps: rank 1 (stage '"), line
+    assert "1.50 times the plan's beside other stages; look at" in line, line
+    ratios = {
+        name: value for name, value, samples in first["written"] if samples == 21 * B and "TaskTime" in name
+    }
+    assert ratios == pytest.approx(
+        {
+            "Train/TaskTime/ms_rank_0": 5 * first["planned_us"] / 1e3,
+            "Train/TaskTime/ms_rank_1": 6 * second["planned_us"] / 1e3,
+            "Train/TaskTime/over_plan_rank_0": 1 / 1.2,
+            "Train/TaskTime/over_plan_rank_1": 1.2,
+        }
+    )  # fmt: skip
+
+
+def slowed(block: dict[str, Any], factor: float) -> list[str]:
+    """Let every forward take as long as is planned of its rank at least, on rank 3 ``factor`` times that."""
+    forward_of = StageExecutor._guarded_forward
+    with logged("gpp_plugin.engine.metrics") as records:
+        model, make_batch = build("two_branch")
+        engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+        least_us = min(stage.forward_us + stage.backward_us for stage in engine.plan.stages)
+
+        def slow(self: Any, readings: Any) -> Any:
+            forward = forward_of(self, readings)
+            planned = (self._stage.forward_us + self._stage.backward_us) / least_us
+            delay_s = 0.04 * planned * (factor if self._rank == 3 else 1.0)
+            return lambda *given: (time.sleep(delay_s), forward(*given))[1]
+
+        StageExecutor._guarded_forward = slow  # type: ignore[method-assign]
+        try:
+            steps(engine, [make_batch(B, seed) for seed in range(StragglerWatch.WINDOW + 1)])
+        finally:
+            StageExecutor._guarded_forward = forward_of  # type: ignore[method-assign]
+    return [r.getMessage() for r in records if "slow" in r.getMessage()]
+
+
+@pytest.mark.parametrize(
+    "block",
+    [{"stages": 1}, {"stages": 2}, {"stages": 2, "mode": "async"}],
+    ids=["replicas", "stages", "mode async"],
+)
+def test_a_rank_with_a_real_delay_is_named_on_four_ranks(block: dict[str, Any]) -> None:
+    assert run_ranks(slowed, 4, block, 1.2) == [[], [], [], []]
+    said, *others = run_ranks(slowed, 4, block, 1.6)
+    assert others == [[], [], []] and len(said) == 1 and "rank 3 (stage" in said[0], said
+    assert said[0].count("rank ") == 1, said

@@ -338,7 +338,7 @@ FAULTS = (
     Fault(f"{_PENDING}.wait", "destination.copy_(staged, non_blocking=True)", "pass", job="staged"),
     Fault("runtime.messages.transport:GlooTransport.bind_send", "t.cpu()", "t.to('cpu', non_blocking=True)", job="staged"),
     Fault(f"{_LINKS}._send", ".copy_(value)", ".copy_(value, non_blocking=True)", job="generation"),
-    Fault(f"{_LINKS}._receive", "self._wait(dist", "(dist", job="generation"),
+    Fault(f"{_LINKS}._receive", "self._wait(self._post", "(self._post", job="generation"),
     Fault("model.generation.stage_tensors:ReplicaRun.bring", "if position not in tensor.holders", "if position not in tensor.holders and not self.position", job="generation"),
     Fault(f"{_LINKS}._finish_all_but", "self._wait(self._sends[0][0])", "pass", job="generation"),
     Fault(f"{_LINKS}._finish_all_but", "self._sends[0][0])\n        self._sends.popleft()", "self._sends.popleft()[0])", job="generation"),

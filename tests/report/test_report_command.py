@@ -34,8 +34,31 @@ def test_page_and_pictures_of_a_plan_and_its_timelines(files, tmp_path, capsys):
     assert ["depth" in report for report in reports] == [True, False, False]
     page = (tmp_path / "out.html").read_text()
     assert "predicted (predicted.json)" in page and "measured (measured.json)" in page
+    # the measured timeline is the predicted one: every rank takes as long as is planned
+    assert "over replicas" in printed and "slow" not in printed and page.count("over replicas") == 1
+    ranks = [(each["rank"], each["over_plan"], each["over_replicas"]) for each in reports[2]["ranks"]]
+    assert ranks == [(0, 1.0, 1.0), (1, 1.0, 1.0), (2, 1.0, 0.0), (3, 1.0, 0.0)] and "ranks" not in reports[1]
     assert (tmp_path / "out.svg").read_text().startswith("<svg")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_rank_that_was_slow_in_most_measured_timelines_is_marked(files, plan, tmp_path, capsys):
+    timeline = simulate_plan(plan)
+    for number, factor in enumerate((1.0, 1.5, 1.5)):
+        events = tuple(
+            dataclasses.replace(e, end_us=e.start_us + factor * (e.end_us - e.start_us)) if e.rank == 1 else e
+            for e in timeline.events
+        )
+        save(dataclasses.replace(timeline, source="measured", events=events), tmp_path / f"{number}.json")
+    page = tmp_path / "out.html"
+    measured = [str(tmp_path / f"{number}.json") for number in range(3)]
+    assert main(["report", files[0], *measured, "--html", str(page)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (header,) = (number for number, words in enumerate(rows) if words[:3] == ["rank", "stage", "tasks"])
+    assert [(words[0], words[-1] == "slow") for words in rows[header + 1 : header + 5]] == [
+        *(("0", False), ("1", True), ("2", False), ("3", False))
+    ]
+    assert page.read_text().count("<td>slow</td>") == 1
 
 
 def test_a_plan_of_timelines_only_is_on_the_page_and_not_in_the_text(files, tmp_path, capsys):

@@ -8,7 +8,7 @@ import time
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
-from gpp_plugin.runtime.ranks.collectives import do_together, exchange
+from gpp_plugin.runtime.ranks.collectives import call_on_rank_zero, do_together, exchange
 from gpp_plugin.runtime.ranks.job_board import engine_call
 from tests.ranks import open_test_board, run_kept_ranks
 
@@ -43,7 +43,7 @@ def _meet_without(absent: int) -> tuple[list[int], str, str]:
     return told, refused, lost
 
 
-def _act_together() -> tuple[list[int], str]:
+def _act_together() -> tuple[list[int], str, dict[str, str]]:
     """Do something twice on all ranks; the second time it fails on one."""
     rank = dist.get_rank()
     group = dist.new_group(backend="gloo")
@@ -60,13 +60,42 @@ def _act_together() -> tuple[list[int], str]:
         do_together(fail, what="the second", group=group)
     except ConfigError as error:
         refused = str(error)
-    return done, refused
+    broken = {}
+    for name, act in (
+        ("do_together", lambda: do_together(break_down, what="the third", group=group)),
+        ("exchange", lambda: exchange(break_down, what="the third", group=group, stages=STAGES)),
+        ("zero", lambda: call_on_rank_zero(break_all, int, what="third", group=group, timeout_s=60.0)),
+    ):  # fmt: skip
+        try:
+            act()
+        except Exception as error:
+            broken[name] = str(error)
+    return done, refused, broken
+
+
+def break_down() -> None:
+    """Fail on one rank as what is not ours does."""
+    if dist.get_rank() == 1:
+        break_all()
+
+
+def break_all() -> int:
+    raise KeyError("weight")
 
 
 def test_what_fails_on_one_rank_fails_on_all() -> None:
-    for rank, (done, refused) in enumerate(run_kept_ranks(_act_together, 4)):
+    answers = run_kept_ranks(_act_together, 4)
+    line = f"(test_agree.py:{break_all.__code__.co_firstlineno + 1}, in break_all)"
+    for rank, (done, refused, broken) in enumerate(answers):
         assert done == [rank] * (1 if rank == 2 else 2)
         assert refused == "no such length"
+        assert (
+            broken.pop("exchange")
+            == f"rank 1 (stage {STAGES[1]!r}): the third failed: KeyError: 'weight' {line}"
+        )
+        assert broken.pop("do_together") == f"rank 1: the third failed: KeyError: 'weight' {line}"
+        assert rank == 0 or broken.pop("zero") == f"rank 0: third failed: KeyError: 'weight' {line}"
+        assert rank or broken == {"zero": "'weight'"}, "rank 0 has its own"
 
 
 def test_an_exchange_names_who_did_not_come() -> None:

@@ -1,18 +1,22 @@
+import dataclasses
 import random
 
 import pytest
 
 from gpp_benchmarks._random_plans import random_draw, random_plan
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import (
+    STRAGGLES,
     StageMemory,
     critical_path,
     in_flight_over_time,
     memory_over_time,
     peak_in_flight,
     start_up_us,
+    times_of_ranks,
 )
 from tests.schedule.plans import chain_plan, cluster_of, freeze, simple_plan, with_all
 
@@ -125,3 +129,56 @@ def test_critical_path_has_no_slack_but_messages():
                 assert after.start_us == pytest.approx(before.end_us)
             else:
                 assert after.start_us > before.end_us
+
+
+def two_by_two(**changes) -> PipelinePlan:
+    """Return two stages on ranks 0 and 1, 2 and 3, of 20 and 10 ms a step on each."""
+    stages = tuple(
+        Stage(name=name, blocks=(name,), ranks=ranks, micro_batch_size=2, in_flight=1, forward_us=f, backward_us=2 * f)
+        for name, ranks, f in (("text", (0, 1), 2e4 / 6), ("image", (2, 3), 1e4 / 6))
+    )  # fmt: skip
+    plan = PipelinePlan(model="m", graph="", planner="", mini_batch=4, loss_unit=2, stages=stages, edges=())
+    return dataclasses.replace(plan, **changes)
+
+
+def slow(plan: PipelinePlan, *measured_ms: float) -> set[int]:
+    times = times_of_ranks(plan, {rank: 1e3 * ms for rank, ms in enumerate(measured_ms)})
+    return {rank for rank, time in times.items() if time.slowness > STRAGGLES}
+
+
+def test_a_straggler_is_slow_beside_its_replicas_or_its_stage_beside_the_plan() -> None:
+    plan = two_by_two()
+    table = times_of_ranks(
+        plan, {0: 3e4, 1: 4.8e4, 2: 1.6e4, 3: 1.6e4}
+    )  # the table of the function's comment
+    found = [(t.planned_us, t.over_plan, t.over_replicas) for t in table.values()]
+    assert found == [
+        pytest.approx(row) for row in ((2e4, 1.5 / 1.6, 3 / 4.8), (2e4, 1.5 / 1.6, 1.6), *[(1e4, 1.6 / 1.95, 1.0)] * 2)
+    ]  # fmt: skip
+    for wrong in (0.1, 1.0, 7.0):  # the plan's times are those of another machine
+        ms = [20 * wrong, 20 * wrong, 10 * wrong, 10 * wrong]
+        for factor, is_named in ((1.2, False), (1.29, False), (1.31, True), (1.5, True)):
+            for rank in range(4):
+                measured = [us * factor if each == rank else us for each, us in enumerate(ms)]
+                assert slow(plan, *measured) == ({rank} if is_named else set()), "one replica"
+            assert slow(plan, ms[0] * factor, ms[1] * factor, *ms[2:]) == ({0, 1} if is_named else set()), (
+                "a whole stage"
+            )
+
+
+def test_times_that_are_not_known_name_nobody() -> None:
+    free = tuple(dataclasses.replace(s, forward_us=0.0, backward_us=0.0) for s in two_by_two().stages)
+    assert slow(two_by_two(stages=free), 20, 20, 900, 900) == set(), "a plan without times"
+    assert slow(two_by_two(stages=free), 20, 30, 900, 900) == {1}, "replicas are compared without them"
+    assert slow(two_by_two(), 20, 0, 10, 10) == slow(two_by_two(), 20, 20, 0, 0) == set(), "no tasks"
+    alone = two_by_two(stages=two_by_two().stages[:1])
+    assert slow(alone, 90, 90) == set() and slow(alone, 20, 27) == {1}, "one stage"
+    assert slow(alone, 90) == set(), "one rank"
+
+
+def test_tensor_ranks_wait_for_each_other_and_are_compared_by_their_position() -> None:
+    (text, _) = two_by_two().stages
+    wide = dataclasses.replace(text, ranks=(0, 1, 2, 3), tensor=2)
+    plan = two_by_two(stages=(wide,))
+    assert slow(plan, 20, 26, 20, 26) == set(), "shards of unlike sizes"
+    assert slow(plan, 20, 26, 30, 36) == {2, 3}

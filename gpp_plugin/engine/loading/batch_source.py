@@ -26,7 +26,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
 )
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.training_steps import different_data
-from gpp_plugin.errors import ConfigError, RuntimeFailure
+from gpp_plugin.errors import ConfigError, GppError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -362,7 +362,7 @@ class BatchSource:
             "RuntimeFailure", f"rank {failed} has no mini-batch, and nothing of it has run: {why}"
         )
 
-    def _different(self, batch: Batch | None) -> RuntimeFailure:
+    def _different(self, batch: Batch | None) -> GppError:
         checksum = 0 if batch is None else batch_checksum(batch)
         return different_data(self.step, checksum=checksum, rank=self.rank)
 

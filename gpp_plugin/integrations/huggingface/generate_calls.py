@@ -5,7 +5,7 @@ Tests: tests/integrations/test_generation.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -205,14 +205,38 @@ def argument_facts(arguments: Mapping[str, Any], describe: Any) -> dict[str, str
     return facts
 
 
-class SilentStreamer:
-    """The streamer of `generate` on ranks whose tokens nobody reads: rank 0 streams."""
+class RankStreamer:
+    """The streamer of `generate` on one rank: rank 0 streams.
+
+    Args:
+        streamer: the user's; None on ranks whose tokens nobody reads.
+
+    Attributes:
+        note: is given what the streamer raises, where other ranks must hear of it; None: it is raised.
+    """
+
+    def __init__(self, streamer: Any) -> None:
+        self._streamer = streamer
+        self.note: Callable[[Exception], None] | None = None
 
     def put(self, value: Tensor) -> None:
-        """Do nothing."""
+        """Stream tokens."""
+        self._call("put", value)
 
     def end(self) -> None:
-        """Do nothing."""
+        """End the stream."""
+        self._call("end")
+
+    def _call(self, name: str, *values: Tensor) -> None:
+        if self._streamer is None:
+            return
+        try:
+            getattr(self._streamer, name)(*values)
+        except Exception as error:
+            if self.note is None:
+                raise
+            self._streamer = None
+            self.note(error)
 
 
 def attention_weights(model: nn.Module) -> dict[tuple[int, int], str]:

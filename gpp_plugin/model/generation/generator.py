@@ -29,9 +29,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.errors import CaptureError, ConfigError, RuntimeFailure
+from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError
 from gpp_plugin.integrations.huggingface.generate_calls import (
-    SilentStreamer,
+    RankStreamer,
     argument_facts,
     attention_weights,
     cache_layers,
@@ -64,6 +64,7 @@ from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
+from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
@@ -162,7 +163,7 @@ class Generator:
         agree(facts, what="a look at what each rank generates from", group=group)
         if any(streams):  # a streamer is rank 0's, whichever rank has one; the others print nothing
             own_streamer = arguments.get("streamer") if self._setting.rank == 0 else None
-            arguments = {**arguments, "streamer": own_streamer or SilentStreamer()}
+            arguments = {**arguments, "streamer": RankStreamer(own_streamer)}
         samples = samples_of(model, arguments)
         are_cut = self._are_cut(model, arguments, samples)
         parts = self._parts(samples, is_cut=are_cut)
@@ -304,7 +305,8 @@ class Generator:
         # What ends a generation, and what the job does then:
         #
         #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue
-        #     a module of some rank      its next tensor says so, the replica's ranks stop there, and continue
+        #     a module or the streamer   its next tensor says so, the replica's ranks stop there, and continue; but not
+        #                                where the module had written to a cache, so that it fails on shapes as well
         #     anything else              only this rank sees it; the others wait for it, and the job ends
         #
         # The first two stop the other micro-batches too: each rank says so with the next tensor that it sends in them.
@@ -319,12 +321,12 @@ class Generator:
         except ReplicaStopped:
             if part.is_cut:  # the other replicas wait for this one in their next layer
                 failure = _named(None if run is None else run.failure, self._setting.rank)
-                raise failure or RuntimeFailure(
-                    "engine.generate: another rank of this one's replica failed; see its error"
-                ) from None
+                raise failure or CommTimeout("engine.generate: another rank of this replica failed") from None
             link.finish()
             return _Outcome(error=None if run is None else _named(run.failure, self._setting.rank))
         except Exception as error:
+            if run is not None and run.failure is not None:  # what it left half done fails on shapes, too
+                raise _refused(run.failure, where=f"rank {self._setting.rank}: ") from run.failure
             is_shared = run is None or (link.messages == before and not isinstance(error, CaptureError))
             if not is_shared or part.is_cut:
                 raise
@@ -343,6 +345,10 @@ class Generator:
     ) -> _Outcome:
         with contextlib.ExitStack() as around:
             around.enter_context(on_all_ranks(model, weights, run, self._memories))
+            if (
+                run is not None and "streamer" in arguments
+            ):  # as of a module: with the next tensor all hear of it
+                arguments["streamer"].note = functools.partial(setattr, run, "failure")
             caches: list[Any] = [None]
             note = model.register_forward_pre_hook(functools.partial(_note_cache, caches), with_kwargs=True)
             around.callback(note.remove)
@@ -592,7 +598,7 @@ def _named(failure: Exception | None, rank: int) -> Exception | None:
 
 def _refused(failure: Exception, *, where: str = "") -> ConfigError:
     """Return what all ranks raise: by default what `generate` itself refuses on all of them alike."""
-    error = ConfigError(f"engine.generate: {where}{type(failure).__name__}: {failure}")
+    error = ConfigError(f"engine.generate: {where}{describe_error(failure)}")
     error.__cause__ = failure
     return error
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.errors import ConfigError, first_line
+from gpp_plugin.errors import CommTimeout, ConfigError, first_line
 from gpp_plugin.runtime.random_streams import Streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.collectives import own_name, wait_for_message
 
@@ -275,7 +275,7 @@ class ReplicaLink:
         if not has_failed:
             sent[:size].view(value.dtype).view(value.shape).copy_(value)
         for reader in readers:
-            work = dist.isend(sent, self.ranks[reader], group=self.group, tag=self.micro_batch)
+            work = self._post(dist.isend, sent, self.ranks[reader])
             self._sends.append((work, sent))
             self.sent_bytes += size
         self._finish_all_but(_MAX_SENDS)
@@ -283,10 +283,22 @@ class ReplicaLink:
     def _receive(self, value: Tensor, source: int) -> Tensor | None:
         size = value.nbytes
         came = torch.empty(size + 1, dtype=torch.uint8)
-        self._wait(dist.irecv(came, self.ranks[source], group=self.group, tag=self.micro_batch))
+        self._wait(self._post(dist.irecv, came, self.ranks[source]))
         if int(came[size]):
             return None
         return came[:size].view(value.dtype).view(value.shape).to(self.device)
+
+    def _post(self, begin: Callable[..., Any], tensor: Tensor, other: int) -> Any:
+        """Begin to send or receive.
+
+        Raises:
+            CommTimeout: the connection was closed before.
+        """
+        try:
+            return begin(tensor, other, group=self.group, tag=self.micro_batch)
+        except RuntimeError as error:
+            what = f"the next tensor of a generation is neither sent to rank {other} nor taken from it"
+            raise CommTimeout(f"{own_name()}: {what}: {first_line(error)[:120]}") from error
 
     def _wait(self, work: Any) -> None:
         assert self.group is not None

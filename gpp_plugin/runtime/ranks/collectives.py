@@ -38,6 +38,7 @@ from gpp_plugin.runtime.ranks.failure_board import (
     FailureBoard,
     FirstFailure,
     SeenRank,
+    describe_error,
     failure_of,
     name_of,
     place_of,
@@ -489,10 +490,15 @@ class Collectives:
         Raises:
             CommTimeout: a rank did not come in time, or is gone.
         """
-        if self.group is not None:
-            work = dist.all_reduce(tensor, group=self.group, async_op=True)
-            wait_for(work, **self._wait(self.group, what))
+        self.begin_sum(tensor, what)()
         return tensor
+
+    def begin_sum(self, tensor: Tensor, what: str) -> Callable[[], None]:
+        """Begin a `sum`, and return what waits for it; until then the tensor is left alone."""
+        if self.group is None:
+            return lambda: None
+        work = dist.all_reduce(tensor, group=self.group, async_op=True)
+        return functools.partial(wait_for, work, **self._wait(self.group, what))
 
     def gather(self, value: T, what: str) -> list[T]:
         """Return every rank's value, on every rank.
@@ -585,7 +591,7 @@ def _answer_of(error: Exception, what: str, rank: str) -> tuple[str, str]:
     """Return an error's class and text as all ranks raise it: one that is not ours says where it happened."""
     if isinstance(error, GppError):
         return type(error).__name__, str(error)
-    return "GppError", f"{rank}: {what} failed: {type(error).__name__}: {error}"
+    return "GppError", f"{rank}: {what} failed: {describe_error(error)}"
 
 
 def broadcast_result(

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import sysconfig
 import threading
@@ -38,6 +39,49 @@ SILENT_S = 4.0
 OUTSIDE = "outside of the engine's calls"
 
 
+_PAGE_BYTES = 4096
+_page: mmap.mmap | None = None
+_page_number = -1
+
+
+def own_page() -> int:
+    """Return the number of this process's page, a file without a name; -1 where the system has none.
+
+    What the process does now is written there at once. Others of its host open the page while the process lives and
+    read it when it is gone: it may have ended long after its last beat, or in a call that held Python's lock.
+    """
+    global _page, _page_number
+    if _page is None:
+        with contextlib.suppress(OSError, AttributeError):
+            _page_number = os.memfd_create("gpp_plugin status")
+            os.ftruncate(_page_number, _PAGE_BYTES)
+            _page = mmap.mmap(_page_number, _PAGE_BYTES)
+            os.register_at_fork(after_in_child=_leave_page)
+            HERE.publish()
+    return _page_number
+
+
+def _leave_page() -> None:
+    """Let a forked process, which is no rank, write nothing into the rank's page."""
+    global _page, _page_number
+    _page, _page_number = None, -1
+
+
+class _Published:
+    """An attribute of a rank's status that is on its page as soon as it is set; about a microsecond."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, status: RankStatus, owner: type) -> Any:
+        return vars(status)[self._name]
+
+    def __set__(self, status: RankStatus, value: Any) -> None:
+        vars(status)[self._name] = value
+        if _page is not None and status is HERE:
+            status.publish()
+
+
 class RankStatus:
     """What this process does now; read by the thread that publishes it to the others.
 
@@ -50,6 +94,8 @@ class RankStatus:
         waits_for: what the other ranks are waited for; empty while this rank works.
         last_error: what the last call raised that the job may survive.
     """
+
+    call, doing, waits_for = _Published(), _Published(), _Published()
 
     def __init__(self) -> None:
         self.stage = ""
@@ -74,6 +120,25 @@ class RankStatus:
         facts = dict(vars(self))
         instruction = facts.pop("instruction")  # read once: another thread may set it to None meanwhile
         return {**facts, "at": "" if instruction is None else str(instruction)}
+
+    def publish(self) -> None:
+        """Write on this process's page what it does, all but the instruction, which is in the beats alone."""
+        if _page is not None:
+            written = [self.call, str(self.number), self.doing, self.waits_for, self.last_error]
+            text = "\n".join(written).encode(errors="replace")[: _PAGE_BYTES - 1] + b"\0"
+            _page[: len(text)] = text
+
+
+def facts_now(facts: Mapping[str, Any], page: mmap.mmap | None) -> Mapping[str, Any]:
+    """Return a rank's facts as its page has them now; those of its last beat that the page lacks, if still of use."""
+    written = [] if page is None else page[:].partition(b"\0")[0].decode(errors="replace").split("\n")
+    if len(written) != 5 or not written[1].isdecimal():  # no page, or its process ended while it wrote
+        return facts
+    call, number, doing, waits_for, last_error = written
+    now = {"call": call, "number": int(number), "doing": doing}
+    is_same = all(facts.get(name) == value for name, value in now.items())
+    at = facts.get("at", "") if is_same else ""
+    return {"stage": "", **facts, **now, "waits_for": waits_for, "last_error": last_error, "at": at}
 
 
 HERE = RankStatus()
@@ -167,12 +232,15 @@ def describe_error(error: BaseException) -> str:
         if not frame.filename.startswith(_NOT_THE_USERS) and f"-packages{os.sep}" not in frame.filename
     ]
     place = [
-        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})" for frame in (users or frames)[-1:]
+        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
+        for frame in (users or frames)[-1:]
+        if not frame.filename.startswith("<")
     ]
     return " ".join([f"{kind}: {text}" if text else kind, *place])
 
 
-_NOT_THE_USERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[2]) + os.sep)
+_NOT_THE_USERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[2]) + os.sep, "<")
+"""How files begin that are not the user's; of code that is generated there is no file."""
 
 
 # Processes of other ranks, as those on their host find them: alive, stopped or gone.
@@ -185,6 +253,7 @@ class RankProcess:
     space: str
     pid: int
     start: str
+    page: int = -1
 
     @classmethod
     def own(cls) -> RankProcess:
@@ -195,7 +264,15 @@ class RankProcess:
         except OSError:  # no such files: others know this rank by its beats alone
             space = ""
         state = stat_of(os.getpid())
-        return cls(space, os.getpid(), "" if state is None else state[1])
+        return cls(space, os.getpid(), "" if state is None else state[1], own_page())
+
+    def open_page(self) -> mmap.mmap | None:
+        """Return the page of a process of this host that lives, to read; None where there is none."""
+        try:
+            with open(f"/proc/{self.pid}/fd/{self.page}", "rb") as page:
+                return mmap.mmap(page.fileno(), _PAGE_BYTES, prot=mmap.PROT_READ)
+        except (OSError, ValueError):  # gone meanwhile, or of another user
+            return None
 
     def state(self) -> str:
         """Return ``alive``, ``stopped`` or ``dead``; of a process on this host."""
@@ -269,6 +346,7 @@ class FailureBoard:
         self._prefix = f"gpp_plugin/board/{epoch}"
         self._number = 0
         self._processes: dict[int, RankProcess] = {}
+        self._pages: dict[int, mmap.mmap | None] = {}
         self._holders_facts: Mapping[str, Any] = {}
         self._has_store = True
         self._holder_has_left = False
@@ -278,7 +356,7 @@ class FailureBoard:
         self._asking: list[threading.Thread] = []
         own = RankProcess.own()
         self._own_space = own.space
-        self._set(f"process/{rank}", [own.space, own.pid, own.start])
+        self._set(f"process/{rank}", [own.space, own.pid, own.start, own.page])
         self._beat()
         self._thread = threading.Thread(target=self._run, name="gpp_plugin failure board", daemon=True)
         self._thread.start()
@@ -462,7 +540,9 @@ class FailureBoard:
                 continue
             since = self._stopped_since.setdefault(rank, time.monotonic())
             if self.first is None and HERE.call and time.monotonic() - since > self.limit_s + SLACK_S:
-                facts = self._holders_facts if self._is_holder_quiet() else self._facts_of(rank)[1]
+                facts = self._known_of(rank, self._holders_facts)
+                if not self._is_holder_quiet():
+                    facts = self._facts_of(rank)[1]
                 self.post(failure_of(SeenRank(rank=rank, state="stopped", facts=facts)))
 
     def _end_if_stuck(self) -> None:
@@ -532,7 +612,8 @@ class FailureBoard:
         if self.first is None and self._holder not in (None, self.rank):
             assert self._holder is not None
             state = "ended" if self._holder_has_left else state
-            lost = SeenRank(rank=self._holder, state=state, facts=self._holders_facts)
+            facts = self._known_of(self._holder, self._holders_facts)
+            lost = SeenRank(rank=self._holder, state=state, facts=facts)
             self.first = failure_of(lost)
 
     # ---- the store -----------------------------------------------------------------------------
@@ -557,8 +638,12 @@ class FailureBoard:
             number, facts = json.loads(self._store.get(f"{self._prefix}/beat/{rank}"))
         except RuntimeError:
             self._lose_store()
-            return 0, self._holders_facts if rank == self._holder else {}
-        return number, facts
+            return 0, self._known_of(rank, self._holders_facts if rank == self._holder else {})
+        return number, self._known_of(rank, facts)
+
+    def _known_of(self, rank: int, facts: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the facts of a rank's last beat, brought up to date where it is of this host."""
+        return facts_now(facts, self._pages.get(rank))
 
     def _local_state(self, rank: int) -> str:
         """Return the state of a rank's process; empty where it is on another host, or not known yet."""
@@ -566,7 +651,9 @@ class FailureBoard:
             try:
                 if self._has(f"process/{rank}"):
                     record = json.loads(self._store.get(f"{self._prefix}/process/{rank}"))
-                    self._processes[rank] = RankProcess(*record)
+                    process = self._processes[rank] = RankProcess(*record)
+                    if process.space and process.space == self._own_space:
+                        self._pages[rank] = process.open_page()
             except RuntimeError:
                 return ""
         return self._state_of(rank)

@@ -299,7 +299,8 @@ def engine_call(name: str, *, is_fatal: Callable[[], bool]) -> Iterator[None]:
             yield
         return
     try:
-        HERE.call, HERE.number, HERE.last_error = name, HERE.number + 1, ""
+        # the call last: as it is set, all three are published
+        HERE.number, HERE.last_error, HERE.call = HERE.number + 1, "", name
         yield
     except BaseException as error:
         ends_job = not isinstance(error, Exception) or isinstance(error, MemoryError) or is_fatal()

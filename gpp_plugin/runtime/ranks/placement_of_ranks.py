@@ -47,6 +47,7 @@ from gpp_plugin.config.reader import BatchSizes
 from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.messages.sockets import connect_when_used
+from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.job_board import (
     did_not_come,
     has_agents_store,
@@ -614,7 +615,8 @@ def _publish_before_joining(error: GppError) -> None:
         if num_ranks == 1:
             return
         call = _next_call()
-        own = {"error": [type(error).__name__, str(error)]}
+        text = str(error) if isinstance(error, GppError) else describe_error(error)
+        own = {"error": [type(error).__name__, text]}
         store.set(_key(call, rank), json.dumps(own))
         _hear_all(store, call, rank=rank, num_ranks=num_ranks, timeout_s=TELLING_S)
         _leave_together(store, call, rank=rank, ranks=range(num_ranks), timeout_s=TELLING_S)

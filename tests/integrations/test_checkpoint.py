@@ -25,6 +25,7 @@ from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
+from gpp_plugin.runtime.ranks.job_board import is_shared
 from tests.integrations import toy
 from tests.integrations.test_stage_engine import allow_fp16, make_config
 from tests.ranks import run_kept_ranks
@@ -298,12 +299,13 @@ def save_behind(directory: str) -> dict[str, Any]:
         with pytest.raises(CheckpointError) as caught:
             background.wait(engine)
     dist.barrier()
-    return {"same": same, "error": str(caught.value)}
+    return {"same": same, "error": str(caught.value), "is_shared": is_shared(caught.value)}
 
 
 def test_a_checkpoint_is_written_behind_the_training(tmp_path: Path) -> None:
     for answer in run_kept_ranks(save_behind, toy.NUM_RANKS, str(tmp_path)):
         assert answer["same"], "what was saved is what was there when it was asked for"
         assert "second" in answer["error"] and "No space left" in answer["error"]
+        assert answer["is_shared"], "raised on every rank: none failed before the others"
     assert (tmp_path / "latest").read_text() == "first\n"
     assert {path.name for path in tmp_path.iterdir()} == {"first", "latest"}

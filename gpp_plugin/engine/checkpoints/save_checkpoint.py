@@ -58,7 +58,7 @@ from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.serialize import dumps, escape_name, from_plain, to_plain
 from gpp_plugin.runtime.ranks.collectives import exchange
-from gpp_plugin.runtime.ranks.job_board import job_board
+from gpp_plugin.runtime.ranks.job_board import job_board, shared_error
 
 # The files that one rank brings to a checkpoint, as tensors that are not yet written.
 
@@ -526,7 +526,7 @@ class BackgroundSave:
         if failures:
             if engine.rank == 0:  # now that no rank writes there any more
                 places.abandon(self._temporary)
-            raise CheckpointError(f"the ranks could not {self._doing}: {'; '.join(failures)}")
+            raise shared_error("CheckpointError", f"the ranks could not {self._doing}: {'; '.join(failures)}")
 
     def _run(self, prepared: PreparedSave, rank: int, num_ranks: int) -> None:
         try:

@@ -13,11 +13,11 @@ from tests.reference import train_reference
 
 
 def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Train two steps of a small GPT-2 under each block, whose ``zero`` is taken out; return what was run and found."""
+    """Train two steps under each block, whose ``model`` (GPT-2) and ``zero`` are taken out; return what was run and found."""
     answers = []
     for block in blocks:
         block = {"stages": 2, **block}
-        model, make_batch = build("gpt2")
+        model, make_batch = build(block.pop("model", "gpt2"))
         batches = [make_batch(B, seed) for seed in range(2)]
         zero = {"stage": block.pop("zero", 0)}
         engine = make_engine(model, batches[0], config_of(block=block, zero_optimization=zero))
@@ -28,6 +28,7 @@ def train_under(blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "losses": losses,
                 "gradients": gradients,
                 "stages": engine.plan.stages,
+                "notes": engine.plan.notes,
                 "iteration_us": engine.plan.iteration_us,
                 "reductions": sum(i.kind.value == "reduce_data" for i in program.instructions),
                 "tasks": [str(i.task)[1:] for i in program.instructions if i.task is not None],

@@ -8,9 +8,9 @@ the documents named still load, with a warning.
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.machinery
 import importlib.util
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ MOVED = {
     "gpp_plugin.collage.candidates": "gpp_plugin.collage.op_placement",
     "gpp_plugin.collage.registered": "gpp_plugin.collage.op_placement",
     "gpp_plugin.config.batch_sizes": "gpp_plugin.config.reader",
+    "gpp_plugin.config.read_config": "gpp_plugin.read_config",
     "gpp_plugin.demo.digits": "gpp_plugin.demo.clip",
     "gpp_plugin.doors": "gpp_plugin.plugins",
     "gpp_plugin.engine.stage_engine": "gpp_plugin.engine.rank_engine",
@@ -45,7 +46,7 @@ MOVED = {
     "gpp_plugin.schedule.early_reductions": "gpp_plugin.schedule.gathers",
     "gpp_plugin.schedule.placement": "gpp_plugin.schedule.lower",
 }
-"""Import paths that documents of 0.1.0 named, with their new ones; the old ones are removed in the next release."""
+"""What documents of 0.1.0 imported, and where it is now; the old paths go with the next release."""
 
 
 def register(dispatch: Dispatch) -> None:
@@ -124,7 +125,7 @@ class _WrappingLoader:
 
 
 class _MovedFinder:
-    """Loads a module by its path of an earlier release, and warns; it is its own loader."""
+    """Loads by its path of an earlier release, and warns; it is its own loader."""
 
     @classmethod
     def find_spec(
@@ -143,4 +144,4 @@ class _MovedFinder:
         warnings.warn(
             f"{old} is now {new}; the old path goes with the next release", FutureWarning, stacklevel=2
         )
-        sys.modules[old] = importlib.import_module(new)
+        sys.modules[old] = pkgutil.resolve_name(new)

@@ -107,6 +107,16 @@ def test_granularity_is_that_of_the_planners_paper_unless_given(keys, granularit
             {"mini_batch": 8},
             'mini_batch: unknown key (value 8); write "train_batch_size": 8 beside graph_pipeline',
         ),
+        *(
+            ({key: 8}, f"{key}: unknown key (value 8); it is DeepSpeed's: move it beside graph_pipeline")
+            for key in (
+                "train_batch_size",
+                "gradient_accumulation_steps",
+                "zero_optimization",
+                "optimizer",
+                "fp16",
+            )
+        ),
         ({"eager": "model.layers"}, 'eager: "model.layers" is not valid; give a list: ["model.layers"]'),
         (
             {"frozen_prefetch": 1, "mode": "async"},
@@ -364,6 +374,14 @@ MISTAKES = {
         ({"limit_gb": 8}, 'graph_pipeline.limit_gb: unknown key (value 8); write "memory": {"limit_gb": 8}'),
         (["--set", "limit_gb=8"], "--set limit_gb: unknown key (value 8); write --memory-limit-gb 8"),
         ({"limit_gb": 8}, "limit_gb: unknown key (value 8); write memory_limit_gb=8"),
+    ),
+    "value that no plan without a job may have, misspelt": (
+        (
+            {"memory": {"recompute": "ful"}},
+            'graph_pipeline.memory.recompute: "ful" is not valid; give one of auto, off, full; did you mean \'full\'?',
+        ),
+        (["--memory-recompute", "ful"], '--memory-recompute: "ful" is not valid; give one of auto, off'),
+        ({"memory_recompute": "ful"}, 'memory_recompute: "ful" is not valid; give one of auto, off'),
     ),
     "unknown key of an object": (
         ({"memory": {"swp": "off"}}, "graph_pipeline.memory.swp: unknown key (value \"off\"); did you mean 'swap'?"),

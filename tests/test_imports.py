@@ -4,12 +4,14 @@ import ast
 import importlib
 import json
 import os
+import pkgutil
 import sys
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import gpp_plugin.config
 from gpp_plugin.import_hook import MOVED
 from tests.waits import run_program
 
@@ -137,7 +139,15 @@ def test_documented_import_paths_of_before_still_load_and_warn():
         sys.modules.pop(old, None)
         with pytest.warns(FutureWarning, match=f"{old} is now {new}"):
             module = importlib.import_module(old)
-        assert module is importlib.import_module(new)
+        assert module is pkgutil.resolve_name(new)
+
+
+def test_a_function_that_moved_is_imported_from_its_package_of_before():
+    sys.modules.pop("gpp_plugin.config.read_config", None)
+    vars(gpp_plugin.config).pop("read_config", None)
+    with pytest.warns(FutureWarning, match="gpp_plugin.config.read_config is now gpp_plugin.read_config"):
+        from gpp_plugin.config import read_config
+    assert read_config is gpp_plugin.read_config
 
 
 LAYERS = tomllib.loads((PACKAGE.parent / ".ci" / "layers.toml").read_text())

@@ -199,7 +199,7 @@ class _KeyOption(argparse.Action):
             if key.field.annotation is bool:
                 rest["nargs"] = 0
             elif key.is_closed:
-                rest["choices"] = key.choices
+                rest["choices"] = key.plan_choices
             elif "list[" in kind or key.model is not None:
                 rest["metavar"] = "N" + LIST_METAVAR if "int" in kind else "A" + LIST_METAVAR
             elif "int" in kind or "float" in kind:

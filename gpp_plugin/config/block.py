@@ -30,6 +30,13 @@ REMOVED_KEYS = {
     "repeat_steps": "steps are no longer run twice; remove the key. Rank 0 logs losses far above the usual range",
 }
 """Keys of earlier releases that are refused, each with what to do instead."""
+DEEPSPEED_KEYS = frozenset({
+    "activation_checkpointing", "bf16", "data_types", "dataloader_drop_last", "fp16", "gradient_accumulation_steps",
+    "gradient_clipping", "optimizer", "pipeline", "prescale_gradients", "scheduler", "sparse_gradients",
+    "steps_per_print", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown",
+    "zero_allow_untested_optimizer", "zero_optimization",
+})  # fmt: skip
+"""Keys of DeepSpeed's that stand beside the block, and are sometimes written into it."""
 
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
@@ -56,7 +63,8 @@ def _key(default: Any, values: str = "", **extra: Any) -> Any:
     Args:
         values: possible values, as an error says them, where they do not follow from the type.
         extra: ``option``, ``argument`` and ``json`` are its names where they do not follow from its own
-            (`config.key_names`); ``inner`` are possible values of an entry; ``plans`` marks what plans depend on.
+            (`config.key_names`); ``inner`` are possible values of an entry; ``plans`` marks what plans depend on,
+            or lists the values that are possible without a job.
     """
     return Field(default=default, description=values or None, json_schema_extra=extra)
 
@@ -71,15 +79,15 @@ class MemoryConfig(_Block):
     Args:
         limit_gb: most GB (10^9 bytes) of one rank that a plan may use. "auto" is the memory of the device; on CUDA what
             is free before the first tensor, less a reserve for communicators and fragmentation.
-        recompute: "auto" runs forwards again where a plan needs it to fit. "full" runs every block again before its
-            backward, whatever memory there is. "off" never does.
+        recompute: "auto" runs forwards again where a plan needs it to fit. "full", in training, runs every block again
+            before its backward, whatever memory there is. "off" never does.
         swap: "auto" moves saved tensors to host memory where a plan needs it to fit. "off" never does.
     """
 
     limit_gb: Auto | Annotated[float, Field(gt=0, allow_inf_nan=False)] = _key(
         "auto", '"auto" or a number of GB above 0', plans=True
     )
-    recompute: Literal["auto", "off", "full"] = _key("auto", plans=True)
+    recompute: Literal["auto", "off", "full"] = _key("auto", plans=("auto", "off"))
     swap: Literal["auto", "off"] = _key("auto", plans=True)
 
     @model_validator(mode="before")

@@ -109,6 +109,12 @@ class SchemaKey:
         return ()
 
     @property
+    def plan_choices(self) -> tuple[str, ...]:
+        """Return those of them that are possible without a job."""
+        plans = self.extra.get("plans")
+        return tuple(plans) if isinstance(plans, (list, tuple)) else self.choices
+
+    @property
     def inner_values(self) -> str:
         """Return the possible values of an entry."""
         inner = self.extra["inner"]

@@ -23,6 +23,7 @@ from pydantic import ValidationError
 
 from gpp_plugin.config.block import (
     BLOCK,
+    DEEPSPEED_KEYS,
     MEMORY_WAYS,
     PLAN_DEFAULTS,
     REMOVED_KEYS,
@@ -266,8 +267,10 @@ def _check_plans(path: str, value: Any) -> None:
         raise ConfigError(
             f"{place_of(path)}: no plan depends on it; leave it out, and write it into {BLOCK} of the job that trains"
         )
-    if path == "memory.recompute" and value == "full":
-        raise ConfigError(f'{place_of(path)}: "full" is for training; give one of auto, off')
+    if value in key.choices and value not in key.plan_choices:
+        raise ConfigError(
+            f"{place_of(path)}: {show(value)} is for training; give one of {', '.join(key.plan_choices)}"
+        )
     if path.startswith("lengths."):
         for one in value if isinstance(value, list) else [value]:
             if isinstance(one, Mapping):
@@ -335,7 +338,7 @@ def _problems_of(error: ValidationError) -> list[str]:
             lines[parent, str(last)] = f"{place}: {_unknown_key(str(last), item['input'], parent)}"
             continue
         key, inner = _locate(item["loc"])
-        text = f"{place_of(key.path, *inner)}: {_wrong_value(key, inner, item['input'])}"
+        text = f"{place_of(key.path, *inner)}: {_wrong_value(key, inner, item['input'], error.title)}"
         lines.setdefault((key.path, *inner), text)
     # A union complains about the whole value too, once for each form it may have.
     return [line for at, line in lines.items() if not any(other[: len(at)] == at != other for other in lines)]
@@ -364,6 +367,8 @@ def _unknown_key(name: str, value: Any, parent: str = "", names: Sequence[str] =
     keys = all_keys()
     if not parent and name in REMOVED_KEYS:
         return f"{REMOVED_KEYS[name]} (value {show(value)})"
+    if not parent and not names and name in DEEPSPEED_KEYS:
+        return f"unknown key (value {show(value)}); it is DeepSpeed's: move it beside {BLOCK}"
     model = keys[parent].model if parent else GraphPipelineConfig
     assert model is not None
     siblings = names or list(model.model_fields)
@@ -380,9 +385,11 @@ def _unknown_key(name: str, value: Any, parent: str = "", names: Sequence[str] =
     return f"unknown key (value {show(value)}); {hint}"
 
 
-def _wrong_value(key: SchemaKey, inner: Sequence[str], value: Any) -> str:
-    """Return what is wrong with a value, and the possible ones."""
+def _wrong_value(key: SchemaKey, inner: Sequence[str], value: Any, model: str) -> str:
+    """Return what is wrong with a value, and the possible ones in a block or, of `PlanOptions`, without a job."""
     expected = key.inner_values if inner else key.values
+    if not inner and model == PlanOptions.__name__ and key.plan_choices != key.choices:
+        expected = f"one of {', '.join(key.plan_choices)}"
     with contextlib.suppress(ValidationError):
         PlanOptions.model_validate(nested_keys({key.path: [value]}))
         return f"{show(value)} is not valid; give a list: {show([value])}"

@@ -37,12 +37,12 @@ def format_bytes(num_bytes: float) -> str:
 def format_ms(microseconds: float) -> str:
     """Return microseconds as milliseconds with about three digits.
 
-    >>> [format_ms(t) for t in (1.5, 1234.0, 45678.0, 1234567.0)]
-    ['0.002', '1.23', '45.7', '1235']
+    >>> [format_ms(t) for t in (1.5, 1234.0, 45678.0, 1234567.0, -1e-9, -45678.0)]
+    ['0.002', '1.23', '45.7', '1235', '0.000', '-45.7']
     """
     ms = microseconds / 1000
-    digits = 3 if ms < 1 else 2 if ms < 10 else 1 if ms < 100 else 0
-    return f"{ms:.{digits}f}"
+    digits = 3 if abs(ms) < 1 else 2 if abs(ms) < 10 else 1 if abs(ms) < 100 else 0
+    return f"{ms:z.{digits}f}"
 
 
 def shorten_name(name: str, width: int = LABEL_WIDTH) -> str:

@@ -48,6 +48,7 @@ REQUESTS = [
     (["--set", "memory.limit_gb=0.01"], "no plan fits: stage "),
     (["--set", "trace_path=t.json"], "--set trace_path: no plan depends on it; leave it out"),
     (["--set", "memory.recompute=full"], '--set memory.recompute: "full" is for training; give one of auto, off'),
+    (["--memory", '{"recompute": "full"}'], '--memory-recompute: "full" is for training; give one of auto, off'),
 ]  # fmt: skip
 
 
@@ -58,6 +59,12 @@ def test_a_wrong_request(arguments, message, capsys):
     error = capsys.readouterr().err
     assert error.startswith(f"gpp plan: {message}")
     assert error.count("\n") == 1
+
+
+def test_the_help_offers_no_value_that_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "--memory-recompute {auto,off}\n" in capsys.readouterr().out
 
 
 def planned(capsys, *arguments):

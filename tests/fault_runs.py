@@ -42,7 +42,8 @@ class Ended:
 
     Args:
         code: None where it had to be killed; of a rank that a launcher has started, the launcher's.
-        seconds: after the fault has struck, or the first rank ended.
+        seconds: after the fault has struck, or the first rank ended; without those in which it was ready to run and a
+            busy machine ran others.
     """
 
     code: int | None
@@ -84,25 +85,41 @@ def run_job(
         if getattr(settings, "rank_zero_only", "") and not settings.others_go_on:
             stays = set(range(1, num_ranks))
         ended: dict[int, float] = {}
+        struck, delays = directory / STRUCK, [_Delay() for _ in range(num_ranks)]
         while not patience.is_over():
             for rank in set(range(num_ranks)) - set(ended):
+                delays[rank].read(started.pid(rank), is_counted=struck.exists() or bool(ended))
                 if started.has_ended(rank):
                     ended[rank] = time.time()
             if set(range(num_ranks)) - set(ended) <= stays:
                 break
             time.sleep(0.05)
         codes = started.codes(ended)
-    struck = directory / STRUCK
     first = struck.stat().st_mtime if struck.exists() else min(ended.values(), default=begin)
     files = [directory / f"rank{rank}.txt" for rank in range(num_ranks)]
     return [
         Ended(
             code=codes.get(rank) if rank in ended else None,
             said=files[rank].read_text(errors="replace") if files[rank].exists() else "",
-            seconds=ended.get(rank, time.time()) - first,
+            seconds=ended.get(rank, time.time()) - first - delays[rank].seconds,
         )
         for rank in range(num_ranks)
     ]
+
+
+class _Delay:
+    """Seconds for which a process's first thread has waited for a processor, since they count."""
+
+    def __init__(self) -> None:
+        self.seconds, self._before = 0.0, None
+
+    def read(self, pid: int | None, *, is_counted: bool) -> None:
+        """Look at a process; None: it is not known."""
+        with contextlib.suppress(OSError, IndexError):  # it has ended
+            now = int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+            if is_counted and self._before is not None:
+                self.seconds += now - self._before
+            self._before: float | None = now
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,11 +128,13 @@ class Started:
 
     Args:
         roots: processes that have started them, or are them.
+        pid: called with a rank, returns its process as it is known here.
         has_ended: called with a rank.
         codes: called with the ranks that have ended; returns what they ended with.
     """
 
     roots: list[int]
+    pid: Callable[[int], int | None]
     has_ended: Callable[[int], bool]
     codes: Callable[[Any], dict[int, int | None]]
 
@@ -134,6 +153,7 @@ def forked_ranks(job: Callable[[Any], None], settings: Any, num_ranks: int) -> I
         try:
             yield Started(
                 roots=[process.pid for process in processes if process.pid],
+                pid=lambda rank: processes[rank].pid,
                 has_ended=lambda rank: processes[rank].exitcode is not None,
                 codes=lambda ended: {rank: processes[rank].exitcode for rank in ended},
             )
@@ -183,12 +203,18 @@ def interpreters(way: str, job: Callable[[Any], None], settings: Any, num_ranks:
                 )  # fmt: skip
             )
 
+        def pid(rank: int) -> int | None:
+            with contextlib.suppress(OSError, ValueError, IndexError):  # not yet, or no more
+                if way == "hosts":
+                    return int(children(processes[rank].pid)[0])
+                return int((directory / f"rank{rank}.pid").read_text())
+            return None
+
         def has_ended(rank: int) -> bool:
             if not has_launcher:
                 return processes[rank].poll() is not None
-            written = directory / f"rank{rank}.pid"
-            is_gone = written.exists() and not Path(f"/proc/{written.read_text()}").exists()
-            return is_gone or processes[0].poll() is not None
+            own = pid(rank)
+            return processes[0].poll() is not None or (own is not None and not Path(f"/proc/{own}").exists())
 
         def codes(ended: Any) -> dict[int, int | None]:
             if has_launcher:
@@ -197,7 +223,7 @@ def interpreters(way: str, job: Callable[[Any], None], settings: Any, num_ranks:
             return {rank: processes[0 if has_launcher else rank].poll() for rank in ended}
 
         try:
-            yield Started(roots=[each.pid for each in processes], has_ended=has_ended, codes=codes)
+            yield Started(roots=[each.pid for each in processes], pid=pid, has_ended=has_ended, codes=codes)
         finally:
             left = [int(file.read_text()) for file in directory.glob("rank*.pid")] if way != "hosts" else []
             for pid in (*left, *(each.pid for each in processes)):
@@ -220,10 +246,9 @@ def two_hosts() -> Iterator[list[list[str]]]:
     try:
         firsts = []
         for holder in holders:
-            children = Path(f"/proc/{holder.pid}/task/{holder.pid}/children")
-            while not children.read_text().split():
+            while not children(holder.pid):
                 time.sleep(0.01)
-            firsts.append(children.read_text().split()[0])
+            firsts.append(children(holder.pid)[0])
         inside = [["nsenter", "--all", "--target", first] for first in firsts]
         other = ["netns", f"/proc/{firsts[1]}/ns/net", "name", LINK]
         near = ["nsenter", "--net", "--target", firsts[0]]  # it sees the other one's process
@@ -239,11 +264,16 @@ def two_hosts() -> Iterator[list[list[str]]]:
         yield inside
     finally:
         for holder in holders:  # with it goes the first process of its name space, and so all others
-            for child in Path(f"/proc/{holder.pid}/task/{holder.pid}/children").read_text().split():
+            for child in children(holder.pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(child), 9)
             holder.kill()
             holder.wait()
+
+
+def children(pid: int) -> list[str]:
+    """Return the processes that the first thread of one has started and not waited for."""
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
 
 
 def _fork_rank(job: Callable[[Any], None], settings: Any, rank: int, num_ranks: int, port: int) -> None:

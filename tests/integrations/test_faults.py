@@ -87,7 +87,9 @@ def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not can_make_hosts(), reason="name spaces and links between them need root")
 @pytest.mark.parametrize("at", ["script:step 1", "waits_for:the loss", "call:save_checkpoint"])
-def test_hosts_that_lose_each_other_end_by_the_limit_and_name_the_other_ones_rank(at: str, tmp_path: Path) -> None:
+def test_hosts_that_lose_each_other_end_by_the_limit_and_name_the_other_ones_rank(
+    at: str, tmp_path: Path
+) -> None:
     fault = Fault(kind="cut", rank=1, at=at)
     block = {"stages": 2, "comm_timeout_s": LIMIT_S}
     ended = run_job(FaultSettings(directory=str(tmp_path), fault=asdict(fault), block=block), 2, way="hosts")

@@ -102,6 +102,7 @@ def wait_for(
     limit_s: float | None = None,
     most_s: float | None = None,
     is_polled: bool = False,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Wait for a collective that was posted on gloo.
 
@@ -111,6 +112,7 @@ def wait_for(
         limit_s: how long ranks are waited for that show no sign of work; None: the job's.
         most_s: how long those at work are waited for; None: as long as the group's own limit says.
         is_polled: ask whether it is done, as of a collective on a device, in which the host cannot wait so long.
+        look: called every second; what it raises ends the wait.
 
     Raises:
         CommTimeout: a rank is gone, has failed, or did not come; names it, and where it is.
@@ -120,9 +122,8 @@ def wait_for(
     board = job_board()
     if limit_s is None:
         limit_s = min(most_s or board.limit_s, board.limit_s) if board is not None else most_s
-    started = time.monotonic()
+    started, has_ended = time.monotonic(), False
     failed_at: float | None = None
-    has_ended = False
     HERE.waits_for = what
     try:
         while True:
@@ -149,6 +150,8 @@ def wait_for(
                 failed_at = failed_at or time.monotonic()
                 if time.monotonic() - failed_at >= min(GRACE_S, limit_s or GRACE_S):
                     raise _lost(what, who, waited, limit_s, board.first)
+            if look is not None:
+                look()
             if limit_s is not None and waited >= limit_s:
                 reason = _reason_to_stop(board, group, what)
                 if reason is None and most_s is not None and waited >= most_s:
@@ -530,10 +533,8 @@ class Collectives:
         if self.group is None:
             assert value is not None, "a single rank is its own source"
             return value
-        is_source = dist.get_rank() == source
-        received = broadcast_bytes(
-            pickle.dumps(value) if is_source else b"", source=source, **self._wait(self.group, what)
-        )
+        own = pickle.dumps(value) if dist.get_rank() == source else b""
+        received = broadcast_bytes(own, source=source, **self._wait(self.group, what))
         answer: T = pickle.loads(received)
         return answer
 
@@ -561,9 +562,8 @@ def call_on_rank_zero(
     # 0 sends its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
     if group is None or dist.get_world_size(group) == 1:
         return make()
-    answer = b""
+    answer, result = b"", None
     failure: BaseException | None = None
-    result: T | None = None
     if dist.get_rank() == 0:
         try:
             with HERE.during(what):
@@ -626,14 +626,19 @@ def broadcast_result(
 
 
 def exchange(
-    make: Callable[[], T], *, what: str, group: dist.ProcessGroup | None, stages: Sequence[str] = ()
+    make: Callable[[], T],
+    *,
+    what: str,
+    group: dist.ProcessGroup | None,
+    stages: Sequence[str] = (),
+    **wait: Any,
 ) -> list[T]:
     """Call ``make`` on every rank and return what it gave on each; if it fails on one, all raise the same.
 
     Args:
         what: the phase, for errors.
         group: a CPU group of all ranks; None for a single rank.
-        stages: the stage of each rank, for errors.
+        stages: the stage of each rank, for errors; ``wait``: as of `wait_for`.
 
     Raises:
         GppError: ``make`` raised on a rank; of several, the first one's.
@@ -647,8 +652,7 @@ def exchange(
         return [make()]
     rank = dist.get_rank()
     name = name_of(rank, stages[rank] if stages else HERE.stage)
-    value: T | None = None
-    failure: tuple[str, str] | None = None
+    value, failure = None, None
     cause: Exception | None = None
     try:
         with HERE.during(what):
@@ -657,7 +661,7 @@ def exchange(
         cause = error
         failure = _answer_of(error, what, name)
     received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
-        (value, failure), group=group, what=what, who=name
+        (value, failure), group=group, what=what, who=name, **wait
     )
     for other, (_, problem) in enumerate(received):
         if problem is not None:

@@ -562,16 +562,15 @@ def call_on_rank_zero(
     # 0 sends its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
     if group is None or dist.get_world_size(group) == 1:
         return make()
-    answer, result = b"", None
-    failure: BaseException | None = None
+    answer, failure = b"", None
+    result: T | None = None
     if dist.get_rank() == 0:
         try:
             with HERE.during(what):
                 result = make()
             answer = json.dumps({"value": dumps(result)}).encode()
         except Exception as error:  # the others must not wait for an answer that will not come
-            failure = error
-            name, text = _answer_of(error, what, name_of(0, HERE.stage))
+            failure, (name, text) = error, _answer_of(error, what, name_of(0, HERE.stage))
             answer = json.dumps({"error": name, "text": text}).encode()
     body = broadcast_bytes(
         answer, source=0, group=group, what=f"the {what} of rank 0", who=own_name(), most_s=timeout_s
@@ -652,8 +651,8 @@ def exchange(
         return [make()]
     rank = dist.get_rank()
     name = name_of(rank, stages[rank] if stages else HERE.stage)
-    value, failure = None, None
-    cause: Exception | None = None
+    value: T | None = None
+    failure, cause = None, None
     try:
         with HERE.during(what):
             value = make()

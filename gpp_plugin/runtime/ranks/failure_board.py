@@ -373,9 +373,7 @@ class FailureBoard:
     def close(self) -> None:
         """End the threads; nothing is looked for any more, and nothing more is written of a store that is gone."""
         self._closing.set()
-        if (
-            self._asking_since is not None and self._is_store_quiet()
-        ):  # its error would be behind the last line
+        if self._asking_since is not None and self._is_store_quiet():  # its error would follow the last line
             close_connections()
         deadline = time.monotonic() + 2.0
         for thread in (self._thread, *self._asking):

@@ -307,6 +307,16 @@ def _run_rank(job: Callable[[Any], None], settings: Any) -> None:
     job(settings)
 
 
+def _await_others(directory: Path) -> None:
+    """Wait until all ranks have started: interpreters of a busy machine come later than a short limit."""
+    import deepspeed  # noqa: F401
+
+    (directory / f"rank{os.environ['RANK']}.started").touch()
+    while len(list(directory.glob("*.started"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.05)
+
+
 if __name__ == "__main__":
     file = next(each for each in sys.argv[1:] if not each.startswith("--local_rank"))  # deepspeed's
+    _await_others(Path(file).parent)
     _run_rank(*pickle.loads(Path(file).read_bytes()))

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError
+from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError, describe_error
 from gpp_plugin.integrations.huggingface.generate_calls import (
     RankStreamer,
     argument_facts,
@@ -64,7 +64,7 @@ from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
-from gpp_plugin.runtime.ranks.failure_board import HERE, describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import job_board
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout, GppError, first_line
+from gpp_plugin.errors import CommTimeout, GppError, describe_error, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.runtime.ranks.failure_board import (
@@ -38,7 +38,6 @@ from gpp_plugin.runtime.ranks.failure_board import (
     FailureBoard,
     FirstFailure,
     SeenRank,
-    describe_error,
     failure_of,
     name_of,
     place_of,

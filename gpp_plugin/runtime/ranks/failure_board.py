@@ -21,10 +21,8 @@ import json
 import math
 import mmap
 import os
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpp_plugin.errors import GppError, first_line
+from gpp_plugin.errors import describe_error
 from gpp_plugin.runtime.messages.sockets import close_connections
 
 SILENT_S = 4.0
@@ -223,30 +221,6 @@ def failure_of(seen: SeenRank) -> FirstFailure:
     )
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception in one line: its kind, what it says, and for those not ours where it was raised.
-
-    The place is the last in code of the user's: not in an installed package, nor in this one.
-    """
-    kind, text = type(error).__name__, first_line(error)
-    frames = [] if isinstance(error, GppError) else traceback.extract_tb(error.__traceback__)
-    users = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_NOT_THE_USERS) and f"-packages{os.sep}" not in frame.filename
-    ]
-    place = [
-        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-        for frame in (users or frames)[-1:]
-        if not frame.filename.startswith("<")
-    ]
-    return " ".join([f"{kind}: {text}" if text else kind, *place])
-
-
-_NOT_THE_USERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[2]) + os.sep, "<")
-"""How files begin that are not the user's; of code that is generated there is no file."""
-
-
 # Processes of other ranks, as those on their host find them: alive, stopped or gone.
 
 
@@ -369,6 +343,8 @@ class FailureBoard:
         self._beat()
         self._thread = threading.Thread(target=self._run, name="gpp_plugin failure board", daemon=True)
         self._thread.start()
+        if holder not in self._neighbours:  # the store is, or may be, on another host
+            threading.Thread(target=self._watch, name="gpp_plugin lost host", daemon=True).start()
 
     def close(self) -> None:
         """End the threads; nothing is looked for any more, and nothing more is written of a store that is gone."""
@@ -520,15 +496,24 @@ class FailureBoard:
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
+            self._asking_since = time.monotonic()
             try:
-                self._asking_since = time.monotonic()
                 self._tick()
-                self._asking_since = None
             except RuntimeError:  # c10d's errors are of this kind
                 if self._closing.is_set():
                     return
                 self._lose_store()
+            finally:
+                self._asking_since = None
             self._end_if_stuck()
+
+    def _watch(self) -> None:
+        """Do what `_run` does not while a lost host's store leaves it without an answer: end a rank that is stuck."""
+        while not self._closing.wait(BEAT_S):
+            since = self._asking_since
+            if since is not None and time.monotonic() - since > self.limit_s:
+                self._find_lost_holder()
+                self._end_if_stuck()
 
     def _tick(self) -> None:
         """Publish where this rank is, and look at the others; send nothing to a store that would not answer."""

@@ -143,7 +143,7 @@ def stops() -> Iterator[Case]:
     for way in ("plain", "torchrun", "deepspeed"):
         yield Fault(kind="stop", rank=1, at="instruction:", skip=9), {"way": way, **TWO}
     for at in CUT if can_make_hosts() else ():
-        yield Fault(kind="cut", rank=1, at=at), {"way": "hosts", **TWO}
+        yield Fault(kind="cut", rank=int(at not in ON_RANK_ZERO), at=at), {"way": "hosts", **TWO}
 
 
 def features() -> Iterator[Case]:

@@ -86,7 +86,7 @@ SLICE_S = 1.0
 EVERY_RANK = ", which every rank calls"
 
 GRACE_S = 2.0
-"""How long a wait continues when a rank has failed: what it had sent before may still come."""
+"""How long a wait within its limit continues when a rank has failed: what it had sent before may still come."""
 
 IDLE_S = 30.0
 """How long the thread that looks at messages stays when none is waited for."""
@@ -147,7 +147,8 @@ def wait_for(
                     raise _lost(what, who, waited, limit_s, first or broken) from error
             if board is not None and board.first is not None:
                 failed_at = failed_at or time.monotonic()
-                if time.monotonic() - failed_at >= min(GRACE_S, limit_s or GRACE_S):
+                is_over = limit_s is not None and waited >= limit_s
+                if is_over or time.monotonic() - failed_at >= GRACE_S:
                     raise _lost(what, who, waited, limit_s, board.first)
             if look is not None:
                 look()
@@ -220,7 +221,7 @@ class _Waiting:
         now = time.monotonic()
         if board.first is not None:
             self.failed_at = self.failed_at or now
-            if now - self.failed_at >= min(GRACE_S, self.limit_s):
+            if now - self.failed_at >= GRACE_S or now - self.started >= self.limit_s:
                 self.reason = board.first
         elif now - self.started >= self.limit_s:
             self.reason = _reason_to_stop(board, self.group, self.what)

@@ -330,10 +330,10 @@ class FailureBoard:
         self._holder_has_left = False
         self._stopped_since: dict[int, float] = {}
         self._stuck_since: tuple[int, float] | None = None
-        self._beats: dict[
-            int, tuple[int, float]
-        ] = {}  # by rank: the last one's number, and when it was first read
-        self._asking_since: float | None = None  # the thread, the store
+        self._beats: dict[int, tuple[int, float]] = {}
+        """By rank: the number of its last beat, and when that was first read."""
+        self._asking_since: float | None = None
+        """When the thread began to wait for what it asks the store now."""
         self._stands_since: tuple[Any, float] = None, 0.0
         self._closing = threading.Event()
         self._asking: list[threading.Thread] = []
@@ -625,12 +625,8 @@ class FailureBoard:
         if self.first is not None:
             return
         others = set(range(self.num_ranks)) - self._neighbours
-        if (
-            self._holder is None and state == "silent" and others
-        ):  # an agent's, on a host of theirs: this one answers
-            why = (
-                f"nothing was heard of the job's store, which is there, for {ANSWER_S:g} s (its host is gone)"
-            )
+        if self._holder is None and state == "silent" and others:  # an agent's, on a host of theirs
+            why = f"nothing was heard of the job's store for {ANSWER_S:g} s (its host is gone)"
             self.first = FirstFailure(rank=min(others), stage="", where="on another host", why=why)
         elif self._holder not in (None, self.rank):
             assert self._holder is not None

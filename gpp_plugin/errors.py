@@ -19,6 +19,7 @@ GppError
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 
@@ -85,6 +86,31 @@ class DeviceMissing(GppError):
 def first_line(error: BaseException) -> str:
     """Return the first line of an exception's text; empty where it has none."""
     return (str(error).strip().splitlines() or [""])[0]
+
+
+def describe_error(error: BaseException) -> str:
+    """Return an exception in one line: its kind, what it says, and for those not ours where it was raised.
+
+    The place is the last in code of the user's: not in an installed package, nor in this one.
+    """
+    import sysconfig
+    import traceback
+
+    kind, text = type(error).__name__, first_line(error)
+    frames = [] if isinstance(error, GppError) else traceback.extract_tb(error.__traceback__)
+    # how files begin that are not the user's; of code that is generated there is no file
+    not_the_users = (sysconfig.get_path("stdlib") + os.sep, os.path.dirname(__file__) + os.sep, "<")
+    users = [
+        frame
+        for frame in frames
+        if not frame.filename.startswith(not_the_users) and f"-packages{os.sep}" not in frame.filename
+    ]
+    place = [
+        f"({os.path.basename(frame.filename)}:{frame.lineno}, in {frame.name})"
+        for frame in (users or frames)[-1:]
+        if not frame.filename.startswith("<")
+    ]
+    return " ".join([f"{kind}: {text}" if text else kind, *place])
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

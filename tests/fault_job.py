@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,12 @@ class FaultSettings:
         odd: what one rank has otherwise, by the name of an `ODDITIES` entry.
         block, config: changes of the configuration on all ranks.
         steps: of training, then a save, an evaluation, a load, and the end.
-        only_rank_zero_saves: the others go on training.
-        bad: what raises ValueError on rank 1 at its second mini-batch: ``dataset``, ``collate_fn``, ``iterator``, the
-            iterator of ``evaluation``, a ``hook`` on a parameter, or the script's own ``callback`` before it.
+        rank_zero_only: the call that rank 0 makes after training, and no other rank; they sleep meanwhile, or, with
+            ``others_go_on``, make the next one.
+        bad: what fails on rank 1 at its second mini-batch, by a ``ValueError`` or what ``bad_kind`` says: ``dataset``,
+            ``collate_fn``, ``iterator``, the iterator of ``evaluation``, a ``hook`` on a parameter, the script's own
+            ``callback`` before it, or the ``model`` as it is captured.
+        bad_kind: of `Fault`.
         model: of `tests.models`.
         generates: tokens after training.
     """
@@ -33,8 +37,10 @@ class FaultSettings:
     config: dict[str, Any] = field(default_factory=dict)
     steps: int = 3
     uses_loader: bool = False
-    only_rank_zero_saves: bool = False
+    rank_zero_only: str = ""
+    others_go_on: bool = False
     bad: str = ""
+    bad_kind: str = ""
     model: str = "two_branch"
     generates: bool = False
 
@@ -69,7 +75,16 @@ def train(settings: FaultSettings) -> None:
     """Run the job."""
     import torch
 
+    from gpp_plugin.runtime.ranks.failure_board import HERE
     from tests.faults import Fault, inject
+
+    def script_does(name: str) -> None:  # where a fault may strike, outside of the engine's calls
+        HERE.script = name  # type: ignore[attr-defined]
+
+    def bad_sample(index: int) -> Any:
+        if settings.bad_kind:
+            Fault(kind=settings.bad_kind, rank=1, at="").strike()
+        raise ValueError(f"sample {index} is broken")
 
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
@@ -93,8 +108,11 @@ def train(settings: FaultSettings) -> None:
     if settings.uses_loader:
         rows = make_batch(4 * B, 1)
         samples = [{key: value[i] for key, value in rows.items()} for i in range(4 * B)]
-        given["training_data"] = BadSamples(samples, from_count=B if bad == "dataset" else None)
-        given["collate_fn"] = bad_collate() if bad == "collate_fn" else None
+        given["training_data"] = BadSamples(samples, bad_sample, from_count=B if bad == "dataset" else None)
+        given["collate_fn"] = bad_collate(bad_sample) if bad == "collate_fn" else None
+    if bad == "model":
+        model.register_forward_pre_hook(lambda module, args: bad_sample(0))
+    script_does("initialize")
     engine = make_engine(model, sample, config, **given)
     stream: Any = None if settings.uses_loader else (make_batch(B, seed) for seed in itertools.count())
     if bad == "iterator":
@@ -106,45 +124,45 @@ def train(settings: FaultSettings) -> None:
     for step in range(settings.steps):
         if bad == "callback" and step == 1:
             bad_sample(0)
+        script_does(f"step {step}")
         engine.train_batch(data_iter=stream)
     if settings.generates:
         engine.generate(sample["input_ids"], max_new_tokens=6)
-    if settings.only_rank_zero_saves:
-        if rank == 0:
-            engine.save_checkpoint(settings.directory)
-        time.sleep(60)
-    engine.save_checkpoint(settings.directory)
-    engine.eval_batch(map(bad_sample, [0]) if bad == "evaluation" else iter([sample]))
-    engine.load_checkpoint(settings.directory)
-    engine.train_batch(data_iter=stream)
-    engine.destroy()
-
-
-def bad_sample(index: int) -> Any:
-    """Fail as a broken file does."""
-    raise ValueError(f"sample {index} is broken")
+    judged = map(bad_sample, [0]) if bad == "evaluation" else iter([sample])
+    for name, call in {
+        "save": lambda: engine.save_checkpoint(settings.directory),
+        "evaluation": lambda: engine.eval_batch(judged),
+        "load": lambda: engine.load_checkpoint(settings.directory),
+        "step": lambda: engine.train_batch(data_iter=stream),
+        "end": engine.destroy,
+    }.items():
+        script_does(name)
+        if rank == 0 or name != settings.rank_zero_only:
+            call()
+        elif not settings.others_go_on:
+            time.sleep(600)
 
 
 class BadSamples:
     """A dataset that fails when ``from_count`` of its samples were read."""
 
-    def __init__(self, samples: list[Any], *, from_count: int | None) -> None:
-        self.samples, self.from_count, self.count = samples, from_count, 0
+    def __init__(self, samples: list[Any], fail: Callable[[int], Any], *, from_count: int | None) -> None:
+        self.samples, self.fail, self.from_count, self.count = samples, fail, from_count, 0
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int) -> Any:
         self.count += 1
-        return bad_sample(index) if self.count - 1 == self.from_count else self.samples[index]
+        return self.fail(index) if self.count - 1 == self.from_count else self.samples[index]
 
 
-def bad_collate() -> Any:
+def bad_collate(fail: Callable[[int], Any]) -> Any:
     """Return what collates once, and then fails."""
     from torch.utils.data import default_collate
 
     calls = itertools.count()
-    return lambda rows: default_collate(rows) if next(calls) == 0 else bad_sample(0)
+    return lambda rows: default_collate(rows) if next(calls) == 0 else fail(0)
 
 
 def make_odd(name: str, model: Any) -> None:

@@ -1,12 +1,21 @@
 """Launching ranks: events arrive, failures name the rank and its last words, nobody is left behind."""
 
+import contextlib
 import os
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.launch import run_ranks
+from tests.fault_job import FaultSettings, train
+from tests.fault_runs import interpreters
+from tests.processor_time import Family
+from tests.waits import Patience
 
 
 @pytest.fixture
@@ -97,3 +106,37 @@ if os.environ["RANK"] == "0":
     (other, own) = job(text)
     assert other == {"is_free_for_others": False}
     assert own["address"][0] == "0.0.0.0"
+
+
+def listening(root):
+    """Return the addresses at which processes listen that one has started, that one apart: by process."""
+    with contextlib.suppress(psutil.Error):
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it has ended meanwhile
+                found = [each.laddr.ip for each in process.net_connections("tcp") if each.status == "LISTEN"]
+                yield process.pid, found
+
+
+@pytest.mark.parametrize("way", ["torchrun", "deepspeed", "plain", "gpp"])
+def test_on_one_machine_all_that_ranks_listen_at_is_loopback(way, tmp_path):
+    seen = {}
+    with contextlib.ExitStack() as stack:
+        if way == "gpp":
+            program = [Path(sys.executable).parent / "gpp", "doctor", "--gpus", "2", "--cpu"]
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            roots = [stack.enter_context(subprocess.Popen(program, **quiet)).pid]
+        else:
+            settings = FaultSettings(directory=str(tmp_path), block={"stages": 2}, steps=2)
+            roots = stack.enter_context(interpreters(way, train, settings, 2)).roots
+        patience = Patience(120.0, Family(*roots).used_s)
+        processes = [psutil.Process(root) for root in roots]
+        while any(each.is_running() and each.status() != "zombie" for each in processes):
+            assert not patience.is_over()
+            for process in processes:
+                for pid, addresses in listening(process):
+                    seen.setdefault(pid, set()).update(addresses)
+            time.sleep(0.05)
+    if way == "torchrun":
+        del seen[roots[0]]  # its own store (docs/several_nodes.md)
+    assert len([pid for pid in seen if seen[pid]]) >= 2, seen
+    assert set.union(*seen.values()) <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, seen

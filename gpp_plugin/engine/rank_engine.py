@@ -47,11 +47,10 @@ from gpp_plugin.engine.stage_step import (
     StepTogether,
     TiedSums,
 )
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, describe_error
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.runtime.ranks.collectives import exchange
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 
 
 class StageEngine:

@@ -20,11 +20,11 @@ Tests: tests/integrations/test_async.py, tests/integrations/test_frozen_ahead.py
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -35,12 +35,13 @@ from gpp_plugin.engine.metrics import Metrics
 from gpp_plugin.engine.mini_batch_runner import MiniBatchRunner, share_of_loss
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.engine.stage_step import StepResult
-from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.errors import GppError
 from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
+from gpp_plugin.runtime.messages.sockets import hang_up
 from gpp_plugin.runtime.rank_runner import RankRunner
-from gpp_plugin.runtime.ranks.collectives import Collectives
+from gpp_plugin.runtime.ranks.collectives import Collectives, all_reduce, own_name, wait_for, wait_for_message
 from gpp_plugin.runtime.ranks.job_board import shared_error
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
@@ -51,7 +52,6 @@ _LOSS_TAG = 1 << 30
 """Beyond the numbers of the group's own meetings, which gloo's monitored barrier uses as tags."""
 _CALLS_KEPT = 4
 """Calls whose losses may be on their way; a rank that computes the loss is in the same call, or one before it."""
-_RAISE_LIMIT = ", or raise graph_pipeline.comm_timeout_s"
 
 # ---- from one mini-batch to the next -----------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class LossReports:
     its end still works.
 
     Args:
-        data: whether all ranks are given the same; it says how long this rank waits.
+        data: whether all ranks are given the same, and how long ranks are waited for.
     """
 
     def __init__(self, runner: RankRunner, stages: RankEngine, *, setting: Setting, data: DataCheck) -> None:
@@ -283,7 +283,7 @@ class LossReports:
         parts = torch.stack([loss.float() * (count / self._micro_batch_size) for loss, count in losses])
         parts = parts.double().to(self._device)
         if self._degree > 1:
-            dist.all_reduce(parts, group=self._stage_group)
+            all_reduce(parts, group=self._stage_group, what="the losses of the stage's other ranks")
         self._due.extend(parts.tolist())
 
     def _mean_of_next(self, count: int | None) -> float:
@@ -317,13 +317,24 @@ class LossReports:
 
     def _complete_oldest(self) -> None:
         work, _, other = self._sent.popleft()
-        self.data.wait(work, f"rank {other} to take the loss", _RAISE_LIMIT)
+        self._wait(work, "the loss to be taken", other)
 
     def _receive(self) -> float:
         tensor = torch.empty(1, dtype=torch.float64)
         work = dist.irecv(tensor, self._root, group=self._group, tag=_LOSS_TAG)
-        self.data.wait(work, f"the loss from rank {self._root}", _RAISE_LIMIT)
+        self._wait(work, f"the loss from rank {self._root}", self._root)
         return float(tensor)
+
+    def _wait(self, work: Any, what: str, other: int) -> None:
+        assert self._group is not None, "a single rank has its losses"
+        wait_for_message(
+            work,
+            what=what,
+            who=own_name(),
+            group=self._group,
+            most_s=self.data.timeout_s,
+            hang_up=functools.partial(hang_up, self._group, other),
+        )
 
 
 class DataCheck:
@@ -331,13 +342,14 @@ class DataCheck:
 
     Args:
         reads: whether this rank's stage reads model inputs.
+        timeout_s: how long ranks at work are waited for.
     """
 
     def __init__(self, setting: Setting, *, reads: bool, timeout_s: float) -> None:
         self._group = setting.group
         self._rank = setting.rank
         self._reads = reads
-        self._timeout = timedelta(seconds=timeout_s)
+        self.timeout_s = timeout_s
         self._posted: deque[tuple[Any, Tensor, int, int]] = deque()
 
     def post(self, batch: Batch, step: int) -> None:
@@ -355,27 +367,16 @@ class DataCheck:
 
         Raises:
             RuntimeFailure: the ranks were given different data.
+            CommTimeout: one has not begun the step in time, or is gone.
         """
         while len(self._posted) > keep:
             work, facts, step, checksum = self._posted.popleft()
-            self.wait(work, f"the other ranks to begin step {step}")
+            assert self._group is not None, "there is a sum"
+            what = f"the beginning of step {step}"
+            wait_for(work, what=what, who=own_name(), group=self._group, most_s=self.timeout_s)
             total, squares, readers = facts.tolist()
             if squares * readers != total * total:  # as in `BatchSource`
                 raise different_data(step, checksum=checksum, rank=self._rank)
-
-    def wait(self, work: Any, what: str, more: str = "") -> None:
-        """Wait for something of the other ranks.
-
-        Raises:
-            CommTimeout: it did not come in time; ``more`` is what to do besides.
-        """
-        try:
-            work.wait(self._timeout)
-        except RuntimeError as error:
-            raise CommTimeout(
-                f"rank {self._rank} waited {self._timeout.total_seconds():g} s for {what}: look for the first error of "
-                f"the other ranks{more}"
-            ) from error
 
 
 def different_data(step: int, *, checksum: int, rank: int) -> GppError:

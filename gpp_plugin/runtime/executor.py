@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure
+from gpp_plugin.errors import CommTimeout, GppError, RuntimeFailure, describe_error
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
@@ -39,7 +39,7 @@ from gpp_plugin.runtime.compute import StageCompute, StageHooks, StageWeights, h
 from gpp_plugin.runtime.messages.mailbox import Carry, LocalTransfers, Mailbox, compile_reading
 from gpp_plugin.runtime.messages.routes import BoundarySpecs, Reading, Routes, resolve_routes
 from gpp_plugin.runtime.messages.transport import Transport
-from gpp_plugin.runtime.ranks.failure_board import HERE, describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection
 from gpp_plugin.runtime.recorder import Moment, Recorder
 from gpp_plugin.runtime.weight_versions import WeightVersions

@@ -325,7 +325,9 @@ def fail_on_one_rank(rank: int, block: dict[str, Any], name: str) -> tuple[str, 
         lambda model: models.append(model) or model,  # type: ignore[func-returns-value]
         block={"stages": 2, **block},
     )
-    if engine.global_rank == rank and name != "streamer":
+    if engine.global_rank == rank and name == "hook":  # around the whole model, before any tensor
+        models[0].register_forward_pre_hook(lambda module, args: fail_here())
+    elif engine.global_rank == rank and name != "streamer":
         break_down(models[0].get_submodule(name))
     given = {"streamer": BrokenStreamer()} if name == "streamer" else {}
     asked = prompts("llama", 1 if given else 4)
@@ -335,6 +337,10 @@ def fail_on_one_rank(rank: int, block: dict[str, Any], name: str) -> tuple[str, 
     if board.first is None:
         said += f"; then {train(engine, 'llama', [9])[0] > 0}"
     return said, str(board.first)
+
+
+def fail_here() -> None:
+    raise ValueError("this layer is broken")
 
 
 class BrokenStreamer(Kept):

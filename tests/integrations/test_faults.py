@@ -23,7 +23,7 @@ from gpp_plugin.runtime.ranks.failure_board import HERE, place_of
 from gpp_plugin.runtime.ranks.job_board import engine_call, job_board
 from gpp_plugin.runtime.ranks.placement_of_ranks import join_ranks
 from tests.fault_job import FaultSettings
-from tests.fault_runs import run_job
+from tests.fault_runs import can_make_hosts, run_job
 from tests.faults import Fault
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
 from tests.models import build
@@ -75,7 +75,7 @@ def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
         directory=str(tmp_path),
         block={"stages": 2, "comm_timeout_s": LIMIT_S},
         steps=1,
-        only_rank_zero_saves=True,
+        rank_zero_only="save",
     )
     first, second = run_job(settings, 2)
     assert (first.code, second.code) == (1, None), first
@@ -83,6 +83,20 @@ def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
         first.last_line.startswith("gpp_plugin: rank 1")
         and "outside of the engine's calls" in first.last_line
     )
+
+
+@pytest.mark.skipif(not can_make_hosts(), reason="name spaces and links between them need root")
+@pytest.mark.parametrize("at", ["script:step 1", "waits_for:the loss", "call:save_checkpoint"])
+def test_hosts_that_lose_each_other_end_by_the_limit_and_name_the_other_ones_rank(
+    at: str, tmp_path: Path
+) -> None:
+    fault = Fault(kind="cut", rank=1, at=at)
+    block = {"stages": 2, "comm_timeout_s": LIMIT_S}
+    ended = run_job(FaultSettings(directory=str(tmp_path), fault=asdict(fault), block=block), 2, way="hosts")
+    for rank, each in enumerate(ended):
+        assert each.code == 1 and each.seconds <= LIMIT_S + 5.0, each
+        assert each.last_line.startswith(f"gpp_plugin: rank {1 - rank} "), each.said[-1500:]
+        assert "nothing was heard of it" in each.last_line, each.said[-1500:]
 
 
 @pytest.mark.parametrize("bad", ["dataset", "collate_fn", "iterator", "evaluation", "hook", "callback"])

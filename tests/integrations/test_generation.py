@@ -90,8 +90,10 @@ def test_data_parallel_ranks_share_the_prompts_or_the_caches() -> None:
         (2, {}, "model.layers.3.mlp"),  # its layer's cache has grown: it fails on shapes, too
         (4, {"data_parallel": 2, "generate": {"block": 2, "cache": "sequence"}}, "lm_head"),  # the others stop together
         (2, {}, "streamer"),
+        (2, {}, "hook"),
+        (2, {"generate": {"micro_batches": 1}}, "hook"),
     ],
-    ids=["a grown cache", "cut caches", "a streamer"],
+    ids=["a grown cache", "cut caches", "a streamer", "an outer hook", "an outer hook, one micro-batch"],
 )  # fmt: skip
 def test_a_module_that_fails_on_one_rank_is_in_the_last_line_of_all(
     ranks: int, block: dict[str, Any], module: str
@@ -99,10 +101,8 @@ def test_a_module_that_fails_on_one_rank_is_in_the_last_line_of_all(
     bad = 0 if module == "streamer" else ranks - 1
     expected = f"engine.generate: rank {bad}: ValueError: this layer is broken (generation_jobs.py:"
     for rank, (said, first) in enumerate(run_kept_ranks(jobs.fail_on_one_rank, ranks, bad, block, module)):
-        assert expected in said and ("in put)" if module == "streamer" else "in forward)") in said, (
-            rank,
-            said,
-        )
+        place = {"streamer": "in put)", "hook": "in fail_here)"}.get(module, "in forward)")
+        assert expected in said and place in said, (rank, said)
         if module == "streamer":
             assert said.endswith("; then True") and first == "None", "all stop together, and train on"
         else:

@@ -6,6 +6,7 @@ import multiprocessing
 import threading
 import time
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -49,6 +50,37 @@ def test_the_thread_finds_a_failure_that_nobody_asked_for() -> None:
         time.sleep(0.05)
     assert boards[0].first is not None and boards[0].first.rank == 1
     close(boards)
+
+
+class SilentStore:
+    """A store whose host is lost, once it is: no question to it returns."""
+
+    def __init__(self) -> None:
+        self.is_lost, self._store = threading.Event(), dist.HashStore()
+
+    def __getattr__(self, name: str) -> Any:
+        if self.is_lost.is_set():
+            threading.Event().wait(60)
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("holder", [0, None])
+def test_a_store_that_does_not_answer_is_waited_for_once(
+    holder: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(failure_board, "ANSWER_S", 0.3)
+    store = SilentStore()
+    facts = {"num_ranks": 2, "epoch": 1, "limit_s": 5.0, "holder": holder, "neighbours": (1,)}
+    board = FailureBoard(store, rank=1, **facts)
+    store.is_lost.set()
+    started = time.monotonic()
+    first = board.find()  # as a wait does that broke off
+    board.find()
+    assert time.monotonic() - started < 8.0, "a silent rank is waited for longer, each time"
+    assert first is not None and first.rank == 0 and "nothing was heard of" in first.why
+    assert board.post(FirstFailure(rank=1, stage="", where="", why="")) == first
+    monkeypatch.setattr(failure_board, "close_connections", lambda: None)
+    board.close()
 
 
 def test_a_store_that_is_gone_means_its_rank_is() -> None:

@@ -26,7 +26,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
 )
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.training_steps import different_data
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import ConfigError, GppError, describe_error
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.batches import (
@@ -46,7 +46,6 @@ from gpp_plugin.runtime.batches import (
     unit_key,
 )
 from gpp_plugin.runtime.ranks.collectives import Collectives, own_name, wait_for
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.job_board import shared_error
 
 LOADING_TIMEOUT_S = 600.0

@@ -28,7 +28,7 @@ from gpp_plugin.capture.mask_values import inputs_of_ones
 from gpp_plugin.capture.tracing.sample_batches import check_batch, rows_per_sample
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.loading.batch_source import Complete, as_they_are, check_keys, own_inputs
-from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
+from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure, describe_error
 from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.runtime.batches import (
     Batch,
@@ -40,7 +40,6 @@ from gpp_plugin.runtime.batches import (
     collect_mini_batch,
     mini_batch_shapes,
 )
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 
 # Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
 #

@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.config.block import GenerateConfig
-from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError
+from gpp_plugin.errors import CaptureError, CommTimeout, ConfigError, describe_error
 from gpp_plugin.integrations.huggingface.generate_calls import (
     RankStreamer,
     argument_facts,
@@ -64,7 +64,8 @@ from gpp_plugin.runtime.messages.sockets import open_pairs, widened_sockets
 from gpp_plugin.runtime.random_streams import restored_streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, exchange
-from gpp_plugin.runtime.ranks.failure_board import describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.job_board import job_board
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
@@ -189,7 +190,8 @@ class Generator:
                 else []
             )
 
-        gathered = exchange(bring, what="what was generated", group=group)
+        look = functools.partial(self._look_for_waiting, outcomes, own)
+        gathered = exchange(bring, what="what was generated", group=group, look=look)
         if is_everyone:
             found = [[outcome.value] for outcome in outcomes]
         else:
@@ -203,6 +205,17 @@ class Generator:
             for part, tokens in zip(parts, found, strict=True)
         ]
         return _on_device(joined_tokens(model, arguments, whole), self._setting.device)
+
+    def _look_for_waiting(self, outcomes: Sequence[_Outcome], replica: int | None) -> None:
+        """Raise an error from before this rank's first tensor where others of the replica wait for that: not theirs."""
+        board = job_board()
+        unsent = {outcome.unsent: outcome.error for outcome in outcomes if outcome.unsent}
+        for seen in board.look(self._replicas[replica]) if board and unsent and replica is not None else ():
+            failure = unsent.get(seen.facts.get("waits_for", ""))
+            if failure is not None and seen.facts.get("number") == HERE.number:
+                self.is_broken = True
+                cause = failure.__cause__ if isinstance(failure.__cause__, Exception) else failure
+                raise _refused(cause, where=f"rank {self._setting.rank}: ") from cause
 
     def close(self) -> None:
         """Release the replicas' groups."""
@@ -304,7 +317,8 @@ class Generator:
         """Return what this rank generated of one micro-batch, or its error; raise what others cannot know of."""
         # What ends a generation, and what the job does then:
         #
-        #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue
+        #     before the first tensor    `generate` refuses arguments: so it does on all ranks, which continue; where
+        #                                others wait for that tensor, this rank alone has failed (`_look_for_waiting`)
         #     a module or the streamer   its next tensor says so, the replica's ranks stop there, and continue; but not
         #                                where the module had written to a cache, so that it fails on shapes as well
         #     anything else              only this rank sees it; the others wait for it, and the job ends
@@ -332,7 +346,8 @@ class Generator:
                 raise
             if link.turns is not None:
                 link.turns.is_stopping = True
-            return _Outcome(error=error if isinstance(error, ConfigError) else _refused(error))
+            refusal = error if isinstance(error, ConfigError) else _refused(error)
+            return _Outcome(error=refusal, unsent="" if run is None else link.waits_for)
 
     @torch.no_grad()
     def _run(
@@ -573,8 +588,11 @@ def _note_cache(caches: list[Any], module: nn.Module, args: Any, kwargs: Mapping
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outcome:
+    """What a rank has of a micro-batch; ``unsent``: what others wait for if the error is this rank's alone."""
+
     value: Any = None
     error: Exception | None = None
+    unsent: str = ""
     caches: RankCaches | None = None
     draws: int = 0
 

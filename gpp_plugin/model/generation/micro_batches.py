@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import datetime
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -31,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import CommTimeout, ConfigError, first_line
+from gpp_plugin.runtime.messages.sockets import hang_up
 from gpp_plugin.runtime.random_streams import Streams, set_streams, streams_of
 from gpp_plugin.runtime.ranks.collectives import own_name, wait_for_message
 
@@ -183,9 +183,6 @@ def _is_plain_function(module: nn.Module) -> bool:
 _MAX_SENDS = 64
 """Messages under way: gloo says that one is taken only to who waits for it, and these many back all were."""
 
-_HANG_UP_TAG = 1 << 29
-"""Of a message that nobody sends."""
-
 
 class ReplicaStopped(Exception):
     """A module failed on some rank of the replica; the ranks that hear of it leave the generation together."""
@@ -214,6 +211,11 @@ class ReplicaLink:
     messages: int = 0
     sent_bytes: int = 0
     _sends: deque[tuple[Any, Tensor]] = field(default_factory=deque)
+
+    @property
+    def waits_for(self) -> str:
+        """Return what a rank waits for here, in errors."""
+        return "the next tensor of a generation" + (f", micro-batch {self.micro_batch}" if self.turns else "")
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -258,15 +260,8 @@ class ReplicaLink:
 
     def hang_up(self) -> None:
         """End every wait of this replica, here and on the other ranks: this rank gives up."""
-        # gloo closes the connections of a group in which a receive is late, and nothing else does while one is waited
-        # for.
-        if self.group is None:
-            return
-        nothing = torch.empty(1, dtype=torch.uint8)
-        with contextlib.suppress(RuntimeError):
-            other = self.ranks[self.others[0]]
-            work = dist.irecv(nothing, other, group=self.group, tag=_HANG_UP_TAG)
-            work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+        if self.group is not None:
+            hang_up(self.group, self.ranks[self.others[0]])
 
     def _send(self, value: Tensor, readers: Sequence[int], has_failed: bool) -> None:
         size = value.nbytes
@@ -303,11 +298,10 @@ class ReplicaLink:
     def _wait(self, work: Any) -> None:
         assert self.group is not None
         turns = self.turns
-        of = "" if turns is None else f", micro-batch {self.micro_batch}"
         with contextlib.nullcontext() if turns is None else turns.waiting(self.micro_batch):
             wait_for_message(
                 work,
-                what=f"the next tensor of a generation{of}",
+                what=self.waits_for,
                 who=own_name(),
                 group=self.group,
                 most_s=self.timeout_s,

@@ -22,13 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpp_plugin.capture.tracing.carried_state import without_history
 from gpp_plugin.capture.tracing.meta_copy import rebind_hooks, set_modes, switch_off_caches
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, resize_batch, rows_per_sample
-from gpp_plugin.errors import ConfigError, GppError
+from gpp_plugin.errors import ConfigError, GppError, describe_error
 from gpp_plugin.ir.tensors import DTYPE_BYTES, UNIFORM, UNIT, Layout, LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.model.graph.resolve import GraphStage
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.stage_module import StageFunction
 
 aten = torch.ops.aten

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.meta_copy import describe_parameters, set_modes
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError, describe_error
 from gpp_plugin.ir.block_graph import Parameter
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import escape_name, whole_file
@@ -19,7 +19,6 @@ from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.collectives import exchange
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.stage_module import StageModule, owner_of
 
 

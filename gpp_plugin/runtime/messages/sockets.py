@@ -36,6 +36,9 @@ _WHEN_USED = "TORCH_GLOO_LAZY_INIT"
 LEAST_OPENING_S = 60.0
 """How long ranks may take to connect, where the wait for a message is shorter."""
 
+_HANG_UP_TAG = 1 << 29
+"""Of a message that nobody sends."""
+
 _OPENING_TAG = 1 << 30
 """Of the byte that connects two ranks: higher than any other tag."""
 
@@ -107,6 +110,19 @@ def close_connections() -> None:
         with contextlib.suppress(OSError):  # not connected: gloo's listeners are not to be touched
             connection.getpeername()
             connection.shutdown(socket.SHUT_RDWR)
+
+
+def hang_up(group: dist.ProcessGroup, other: int) -> None:
+    """End every wait for a message in a group of gloo's, here and on the other ranks: this rank gives up.
+
+    Args:
+        other: a rank of the group.
+    """
+    # gloo closes the connections of a group in which a receive is late, and nothing else does while one is waited for.
+    nothing = torch.empty(1, dtype=torch.uint8)
+    with contextlib.suppress(RuntimeError):
+        work = dist.irecv(nothing, other, group=group, tag=_HANG_UP_TAG)
+        work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
 def _descriptors() -> set[int]:

@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from gpp_plugin.errors import CommTimeout, GppError, first_line
+from gpp_plugin.errors import CommTimeout, GppError, describe_error, first_line
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.runtime.ranks.failure_board import (
@@ -38,7 +38,6 @@ from gpp_plugin.runtime.ranks.failure_board import (
     FailureBoard,
     FirstFailure,
     SeenRank,
-    describe_error,
     failure_of,
     name_of,
     place_of,
@@ -87,7 +86,7 @@ SLICE_S = 1.0
 EVERY_RANK = ", which every rank calls"
 
 GRACE_S = 2.0
-"""How long a wait continues when a rank has failed: what it had sent before may still come."""
+"""How long a wait within its limit continues when a rank has failed: what it had sent before may still come."""
 
 IDLE_S = 30.0
 """How long the thread that looks at messages stays when none is waited for."""
@@ -102,6 +101,7 @@ def wait_for(
     limit_s: float | None = None,
     most_s: float | None = None,
     is_polled: bool = False,
+    look: Callable[[], None] | None = None,
 ) -> None:
     """Wait for a collective that was posted on gloo.
 
@@ -111,6 +111,7 @@ def wait_for(
         limit_s: how long ranks are waited for that show no sign of work; None: the job's.
         most_s: how long those at work are waited for; None: as long as the group's own limit says.
         is_polled: ask whether it is done, as of a collective on a device, in which the host cannot wait so long.
+        look: called every second; what it raises ends the wait.
 
     Raises:
         CommTimeout: a rank is gone, has failed, or did not come; names it, and where it is.
@@ -120,9 +121,8 @@ def wait_for(
     board = job_board()
     if limit_s is None:
         limit_s = min(most_s or board.limit_s, board.limit_s) if board is not None else most_s
-    started = time.monotonic()
+    started, has_ended = time.monotonic(), False
     failed_at: float | None = None
-    has_ended = False
     HERE.waits_for = what
     try:
         while True:
@@ -147,8 +147,11 @@ def wait_for(
                     raise _lost(what, who, waited, limit_s, first or broken) from error
             if board is not None and board.first is not None:
                 failed_at = failed_at or time.monotonic()
-                if time.monotonic() - failed_at >= min(GRACE_S, limit_s or GRACE_S):
+                is_over = limit_s is not None and waited >= limit_s
+                if is_over or time.monotonic() - failed_at >= GRACE_S:
                     raise _lost(what, who, waited, limit_s, board.first)
+            if look is not None:
+                look()
             if limit_s is not None and waited >= limit_s:
                 reason = _reason_to_stop(board, group, what)
                 if reason is None and most_s is not None and waited >= most_s:
@@ -218,7 +221,7 @@ class _Waiting:
         now = time.monotonic()
         if board.first is not None:
             self.failed_at = self.failed_at or now
-            if now - self.failed_at >= min(GRACE_S, self.limit_s):
+            if now - self.failed_at >= GRACE_S or now - self.started >= self.limit_s:
                 self.reason = board.first
         elif now - self.started >= self.limit_s:
             self.reason = _reason_to_stop(board, self.group, self.what)
@@ -530,10 +533,8 @@ class Collectives:
         if self.group is None:
             assert value is not None, "a single rank is its own source"
             return value
-        is_source = dist.get_rank() == source
-        received = broadcast_bytes(
-            pickle.dumps(value) if is_source else b"", source=source, **self._wait(self.group, what)
-        )
+        own = pickle.dumps(value) if dist.get_rank() == source else b""
+        received = broadcast_bytes(own, source=source, **self._wait(self.group, what))
         answer: T = pickle.loads(received)
         return answer
 
@@ -561,8 +562,7 @@ def call_on_rank_zero(
     # 0 sends its type and text, and every rank raises the same line instead of waiting for a plan that will not come.
     if group is None or dist.get_world_size(group) == 1:
         return make()
-    answer = b""
-    failure: BaseException | None = None
+    answer, failure = b"", None
     result: T | None = None
     if dist.get_rank() == 0:
         try:
@@ -570,8 +570,7 @@ def call_on_rank_zero(
                 result = make()
             answer = json.dumps({"value": dumps(result)}).encode()
         except Exception as error:  # the others must not wait for an answer that will not come
-            failure = error
-            name, text = _answer_of(error, what, name_of(0, HERE.stage))
+            failure, (name, text) = error, _answer_of(error, what, name_of(0, HERE.stage))
             answer = json.dumps({"error": name, "text": text}).encode()
     body = broadcast_bytes(
         answer, source=0, group=group, what=f"the {what} of rank 0", who=own_name(), most_s=timeout_s
@@ -626,14 +625,19 @@ def broadcast_result(
 
 
 def exchange(
-    make: Callable[[], T], *, what: str, group: dist.ProcessGroup | None, stages: Sequence[str] = ()
+    make: Callable[[], T],
+    *,
+    what: str,
+    group: dist.ProcessGroup | None,
+    stages: Sequence[str] = (),
+    **wait: Any,
 ) -> list[T]:
     """Call ``make`` on every rank and return what it gave on each; if it fails on one, all raise the same.
 
     Args:
         what: the phase, for errors.
         group: a CPU group of all ranks; None for a single rank.
-        stages: the stage of each rank, for errors.
+        stages: the stage of each rank, for errors; ``wait``: as of `wait_for`.
 
     Raises:
         GppError: ``make`` raised on a rank; of several, the first one's.
@@ -648,8 +652,7 @@ def exchange(
     rank = dist.get_rank()
     name = name_of(rank, stages[rank] if stages else HERE.stage)
     value: T | None = None
-    failure: tuple[str, str] | None = None
-    cause: Exception | None = None
+    failure, cause = None, None
     try:
         with HERE.during(what):
             value = make()
@@ -657,7 +660,7 @@ def exchange(
         cause = error
         failure = _answer_of(error, what, name)
     received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
-        (value, failure), group=group, what=what, who=name
+        (value, failure), group=group, what=what, who=name, **wait
     )
     for other, (_, problem) in enumerate(received):
         if problem is not None:

@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import mmap
 import os
-import sysconfig
 import threading
 import time
-import traceback
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +30,16 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gpp_plugin.errors import GppError, first_line
+from gpp_plugin.errors import describe_error
+from gpp_plugin.runtime.messages.sockets import close_connections
 
 SILENT_S = 4.0
 """After how long without a beat a rank of another host is taken to be gone or stopped."""
 
-OUTSIDE = "outside of the engine's calls"
+ANSWER_S = 6.0
+"""After how long without an answer the job's store is taken to be gone, with its host."""
 
+OUTSIDE = "outside of the engine's calls"
 
 _PAGE_BYTES = 4096
 _page: mmap.mmap | None = None
@@ -219,30 +221,6 @@ def failure_of(seen: SeenRank) -> FirstFailure:
     )
 
 
-def describe_error(error: BaseException) -> str:
-    """Return an exception in one line: its kind, what it says, and for those not ours where it was raised.
-
-    The place is the last in code of the user's: not in an installed package, nor in this one.
-    """
-    kind, text = type(error).__name__, first_line(error)
-    frames = [] if isinstance(error, GppError) else traceback.extract_tb(error.__traceback__)
-    users = [
-        frame
-        for frame in frames
-        if not frame.filename.startswith(_NOT_THE_USERS) and f"-packages{os.sep}" not in frame.filename
-    ]
-    place = [
-        f"({Path(frame.filename).name}:{frame.lineno}, in {frame.name})"
-        for frame in (users or frames)[-1:]
-        if not frame.filename.startswith("<")
-    ]
-    return " ".join([f"{kind}: {text}" if text else kind, *place])
-
-
-_NOT_THE_USERS = (sysconfig.get_path("stdlib") + os.sep, str(Path(__file__).parents[2]) + os.sep, "<")
-"""How files begin that are not the user's; of code that is generated there is no file."""
-
-
 # Processes of other ranks, as those on their host find them: alive, stopped or gone.
 
 
@@ -352,6 +330,11 @@ class FailureBoard:
         self._holder_has_left = False
         self._stopped_since: dict[int, float] = {}
         self._stuck_since: tuple[int, float] | None = None
+        self._beats: dict[int, tuple[int, float]] = {}
+        """By rank: the number of its last beat, and when that was first read."""
+        self._asking_since: float | None = None
+        """When the thread began to wait for what it asks the store now."""
+        self._stands_since: tuple[Any, float] = None, 0.0
         self._closing = threading.Event()
         self._asking: list[threading.Thread] = []
         own = RankProcess.own()
@@ -360,10 +343,14 @@ class FailureBoard:
         self._beat()
         self._thread = threading.Thread(target=self._run, name="gpp_plugin failure board", daemon=True)
         self._thread.start()
+        if holder not in self._neighbours:  # the store is, or may be, on another host
+            threading.Thread(target=self._watch, name="gpp_plugin lost host", daemon=True).start()
 
     def close(self) -> None:
         """End the threads; nothing is looked for any more, and nothing more is written of a store that is gone."""
         self._closing.set()
+        if self._asking_since is not None and self._is_store_quiet():  # its error would follow the last line
+            close_connections()
         deadline = time.monotonic() + 2.0
         for thread in (self._thread, *self._asking):
             if thread.is_alive() and threading.current_thread() is not thread:
@@ -438,11 +425,11 @@ class FailureBoard:
 
     def _look(self, ranks: Sequence[int] | None) -> list[SeenRank]:
         others = [rank for rank in ranks or range(self.num_ranks) if rank != self.rank]
-        before = {rank: self._facts_of(rank) for rank in others}
+        before = {rank: self._facts_of(rank)[0] for rank in others}
         found: dict[int, SeenRank] = {}
-        started = time.monotonic()
         while len(found) < len(others):
             time.sleep(BEAT_S)
+            self._check_store()  # without it nothing comes to be known
             for rank in others:
                 if rank in found:
                     continue
@@ -451,9 +438,9 @@ class FailureBoard:
                 if state in ("dead", "stopped"):
                     has_left = state == "dead" and self._has(f"left/{rank}")
                     found[rank] = SeenRank(rank=rank, state="ended" if has_left else state, facts=facts)
-                elif number != before[rank][0]:
+                elif number != before[rank]:
                     found[rank] = SeenRank(rank=rank, state="alive", facts=facts)
-                elif time.monotonic() - started > SILENT_S:
+                elif time.monotonic() - self._beats[rank][1] > SILENT_S:
                     is_local = state == "alive"  # a rank that holds Python's lock for long does not beat
                     found[rank] = SeenRank(rank=rank, state="alive" if is_local else "silent", facts=facts)
         return [found[rank] for rank in others]
@@ -476,11 +463,11 @@ class FailureBoard:
             self._lose_store("silent")
 
     def _find_lost_holder(self) -> bool:
-        """Return whether the store's rank is on this host, and dead or stopped: no question to the store would end."""
-        if not self._is_holder_quiet():
+        """Return whether no question to the store would end (`_is_store_quiet`)."""
+        if not self._is_store_quiet():
             return False
         if self.first is None:
-            self._lose_store(self._state_of(self._holder))
+            self._lose_store(self._state_of(self._holder) or "silent")
         return True
 
     def linger(self) -> None:
@@ -489,18 +476,19 @@ class FailureBoard:
             return
         self._holder = None  # once
         with contextlib.suppress(RuntimeError):
-            self._stay_until(lambda rank: self._has(f"seen/{rank}"), LINGERING_S)
+            self._stay_until(lambda rank: self._has(f"seen/{rank}") or self._is_silent(rank), LINGERING_S)
+
+    def _is_silent(self, rank: int) -> bool:
+        """Return whether nothing was heard of a rank of another host since it was looked for."""
+        self._facts_of(rank)
+        return rank not in self._neighbours and time.monotonic() - self._beats[rank][1] > SILENT_S
 
     def _stay_until(self, is_informed: Callable[[int], bool], most_s: float) -> None:
         """Wait until all ranks that can know something do."""
-        deadline = time.monotonic() + most_s
-        waiting = set(range(self.num_ranks)) - {self.rank}
+        deadline, waiting = time.monotonic() + most_s, set(range(self.num_ranks)) - {self.rank}
         while waiting and time.monotonic() < deadline:
-            waiting = {
-                rank
-                for rank in waiting
-                if self._local_state(rank) not in ("dead", "stopped") and not is_informed(rank)
-            }
+            living = {rank for rank in waiting if self._local_state(rank) not in ("dead", "stopped")}
+            waiting = {rank for rank in living if not is_informed(rank)}
             if waiting:
                 time.sleep(0.02)
 
@@ -508,20 +496,31 @@ class FailureBoard:
 
     def _run(self) -> None:
         while not self._closing.wait(BEAT_S):
+            self._asking_since = time.monotonic()
             try:
                 self._tick()
             except RuntimeError:  # c10d's errors are of this kind
                 if self._closing.is_set():
                     return
                 self._lose_store()
+            finally:
+                self._asking_since = None
             self._end_if_stuck()
+
+    def _watch(self) -> None:
+        """Do what `_run` does not while a lost host's store leaves it without an answer: end a rank that is stuck."""
+        while not self._closing.wait(BEAT_S):
+            since = self._asking_since
+            if since is not None and time.monotonic() - since > self.limit_s:
+                self._find_lost_holder()
+                self._end_if_stuck()
 
     def _tick(self) -> None:
         """Publish where this rank is, and look at the others; send nothing to a store that would not answer."""
         if not self._has_store:
             return
         self._look_for_stops()
-        if self._is_holder_quiet():
+        if self._is_store_quiet():
             return
         if self._holder is not None and self._has(f"left/{self._holder}"):
             self._set(f"knows/{self.rank}", 1)
@@ -531,6 +530,17 @@ class FailureBoard:
         if self.first is None:
             self._read_first()
             self._look_for_deaths()
+        self._look_ahead()
+
+    def _look_ahead(self) -> None:
+        """Read other hosts' beats once, before this rank has stood still for the limit: then it knows who is silent."""
+        stands, now = (HERE.number, HERE.instruction, HERE.waits_for), time.monotonic()
+        if stands != self._stands_since[0]:
+            self._stands_since = stands, now
+        elif HERE.call and now - self._stands_since[1] > self.limit_s - SILENT_S - 2 * BEAT_S:
+            self._stands_since = stands, math.inf
+            for rank in set(range(self.num_ranks)) - self._neighbours:
+                self._facts_of(rank)
 
     def _look_for_stops(self) -> None:
         """Write who of this host has been stopped for longer than ranks are waited for, while this one is in a call."""
@@ -541,7 +551,7 @@ class FailureBoard:
             since = self._stopped_since.setdefault(rank, time.monotonic())
             if self.first is None and HERE.call and time.monotonic() - since > self.limit_s + SLACK_S:
                 facts = self._known_of(rank, self._holders_facts)
-                if not self._is_holder_quiet():
+                if not self._is_store_quiet():
                     facts = self._facts_of(rank)[1]
                 self.post(failure_of(SeenRank(rank=rank, state="stopped", facts=facts)))
 
@@ -568,8 +578,11 @@ class FailureBoard:
             self.linger()
             os._exit(1)
 
-    def _is_holder_quiet(self) -> bool:
-        """Return whether the store's rank is dead or stopped, as far as this host sees."""
+    def _is_store_quiet(self) -> bool:
+        """Return whether the store does not answer: its rank is dead or stopped, or its host is gone."""
+        since = self._asking_since
+        if since is not None and time.monotonic() - since > ANSWER_S:
+            return True
         return self._holder not in (None, self.rank) and self._state_of(self._holder) in ("dead", "stopped")
 
     def _state_of(self, rank: int | None) -> str:
@@ -609,12 +622,17 @@ class FailureBoard:
 
     def _lose_store(self, state: str = "dead") -> None:
         self._has_store = False
-        if self.first is None and self._holder not in (None, self.rank):
+        if self.first is not None:
+            return
+        others = set(range(self.num_ranks)) - self._neighbours
+        if self._holder is None and state == "silent" and others:  # an agent's, on a host of theirs
+            why = f"nothing was heard of the job's store for {ANSWER_S:g} s (its host is gone)"
+            self.first = FirstFailure(rank=min(others), stage="", where="on another host", why=why)
+        elif self._holder not in (None, self.rank):
             assert self._holder is not None
             state = "ended" if self._holder_has_left else state
             facts = self._known_of(self._holder, self._holders_facts)
-            lost = SeenRank(rank=self._holder, state=state, facts=facts)
-            self.first = failure_of(lost)
+            self.first = failure_of(SeenRank(rank=self._holder, state=state, facts=facts))
 
     # ---- the store -----------------------------------------------------------------------------
 
@@ -632,6 +650,7 @@ class FailureBoard:
 
     def _facts_of(self, rank: int) -> tuple[int, Mapping[str, Any]]:
         """Return the number of a rank's last beat, and where it was."""
+        self._beats.setdefault(rank, (0, time.monotonic()))
         try:
             if not self._has(f"beat/{rank}"):
                 return 0, {}
@@ -639,6 +658,8 @@ class FailureBoard:
         except RuntimeError:
             self._lose_store()
             return 0, self._known_of(rank, self._holders_facts if rank == self._holder else {})
+        if number != self._beats[rank][0]:
+            self._beats[rank] = number, time.monotonic()
         return number, self._known_of(rank, facts)
 
     def _known_of(self, rank: int, facts: Mapping[str, Any]) -> Mapping[str, Any]:

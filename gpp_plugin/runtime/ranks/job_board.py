@@ -27,9 +27,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from gpp_plugin import errors
-from gpp_plugin.errors import CommTimeout, GppError
+from gpp_plugin.errors import CommTimeout, GppError, describe_error
 from gpp_plugin.runtime.messages.sockets import close_connections
-from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, RankStatus, describe_error
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, RankStatus
 
 # The store of an elastic agent, which outlives the processes that it starts: keys of each start's own.
 #

@@ -44,10 +44,9 @@ import torch
 import torch.distributed as dist
 
 from gpp_plugin.config.reader import BatchSizes
-from gpp_plugin.errors import CommTimeout, ConfigError, GppError, first_line
+from gpp_plugin.errors import CommTimeout, ConfigError, GppError, describe_error, first_line
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.runtime.messages.sockets import connect_when_used
-from gpp_plugin.runtime.ranks.failure_board import describe_error
 from gpp_plugin.runtime.ranks.job_board import (
     did_not_come,
     has_agents_store,

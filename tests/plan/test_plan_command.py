@@ -61,27 +61,6 @@ def test_a_wrong_request(arguments, message, capsys):
     assert error.count("\n") == 1
 
 
-def test_degrees_that_a_loss_over_all_samples_does_not_allow_come_with_two_ways_on(capsys):
-    asked = [
-        "plan",
-        "clip-l14",
-        "--devices",
-        "2",
-        "--cluster",
-        "dgx_h100",
-        "--mini-batch",
-        "8",
-        "--against",
-        "none",
-    ]
-    assert main([*asked, "--data-parallel", "2"]) == 1
-    assert capsys.readouterr().err.endswith(
-        "mixes samples takes 8 a rank; remove --data-parallel 2, or write --loss-unit 4\n"
-    )
-    for ways_on in ([], ["--data-parallel", "2", "--loss-unit", "4"]):
-        assert main([*asked, *ways_on]) == 0
-
-
 def test_the_help_offers_no_value_that_is_refused(capsys):
     with pytest.raises(SystemExit):
         main(["plan", "--help"])

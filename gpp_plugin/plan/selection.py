@@ -258,6 +258,12 @@ def _rank_problem(
             break
     works = "can be shared out" if has_plan is None else "would work"
     nearest = f"; {' or '.join(map(str, sorted(workable)))} ranks {works}" if workable else ""
+    degrees = request.data_parallel
+    if (
+        degrees is not None and not nearest
+    ):  # of one number of samples, as many ranks take smaller units alone
+        smaller = setting_of("loss_unit", max(request.mini_batch // degrees, 1), is_whole=True)
+        nearest = f"; remove {setting_of('data_parallel', degrees)}, or write {smaller}"
     stages = "" if request.num_stages is None else f" in {request.num_stages} stages"
     fixed = (
         f" and {setting_of('micro_batch_sizes', request.micro_batch_sizes)}"

@@ -1,5 +1,6 @@
 """Plans that users write, and what they are told when they are wrong."""
 
+import dataclasses
 import json
 
 import pytest
@@ -124,6 +125,15 @@ def test_a_coupled_stage_needs_whole_units():
     spec = {"stages": [{"modules": ["*"], "micro_batch_size": 8}]}
     with pytest.raises(PlanInfeasible, match="loss units of 4"):
         explicit_plan(spec, make_request(clip(), loss_unit=4))
+
+
+def test_degrees_that_a_loss_over_all_samples_does_not_allow_come_with_two_ways_on():
+    request = make_request(clip(), mini_batch=8, loss_unit=8, ranks=2, data_parallel=2)
+    message = 'remove data_parallel 2, or write "train_micro_batch_size_per_gpu": 4 beside graph_pipeline$'
+    with pytest.raises(PlanInfeasible, match=message):
+        make_plan("uniform", request)
+    for ways_on in ({"data_parallel": None}, {"loss_unit": 4}):
+        make_plan("uniform", dataclasses.replace(request, **ways_on))
 
 
 def test_a_saved_plan_is_fitted_to_other_shapes_but_not_to_other_blocks():

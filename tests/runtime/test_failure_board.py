@@ -197,3 +197,12 @@ def test_a_rank_that_met_a_failure_closes_its_connections_when_it_ends(broken, f
     monkeypatch.setattr(job_board, "close_connections", lambda: ends.append("close"))
     job_board._leave()
     assert ends == ["linger", "leave", *["close"] * closes]
+
+
+def test_calls_are_counted_from_the_beginning_of_a_job(monkeypatch) -> None:
+    """Ranks of unequal pasts: one that waits in a call of another number is taken to be elsewhere."""
+    monkeypatch.setattr(job_board, "_board", None)
+    HERE.call, HERE.number = "deepspeed.initialize", 7
+    job_board.open_board(SimpleNamespace(), rank=0, num_ranks=1, epoch=0, limit_s=1.0)
+    assert (HERE.call, HERE.number) == ("deepspeed.initialize", 0)
+    HERE.call = ""

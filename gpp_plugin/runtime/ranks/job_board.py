@@ -137,8 +137,9 @@ def open_board(
     """
     global _board
     close_board()
+    # calls are counted from here, alike on all ranks: a rank that waits in a call of another number will not come
     for name, value in vars(RankStatus()).items():
-        if name not in ("call", "number", "doing"):
+        if name not in ("call", "doing"):
             setattr(HERE, name, value)
     if num_ranks > 1:
         _board = FailureBoard(

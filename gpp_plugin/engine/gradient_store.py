@@ -317,6 +317,10 @@ class GradientStore:
         """Return whether no loss on this rank reached any parameter, as in a stage without backwards."""
         return all(buffer.is_empty() for buffer in self._buffers)
 
+    def for_optimizer(self) -> dict[str, Tensor | None]:
+        """Return what an optimizer steps with: every gradient by name (`get`)."""
+        return {name: self.get(name) for name in self.parameters}
+
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
         return sum(buffer.num_bytes for buffer in self._buffers)

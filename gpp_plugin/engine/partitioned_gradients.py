@@ -208,6 +208,10 @@ class PartitionedGradients:
             return all(buffer.is_empty() for buffer in self._buffers)
         return all(parameter.grad is None for parameter in self.parameters.values())
 
+    def for_optimizer(self) -> list[Tensor]:
+        """Return what an optimizer steps with: this rank's partitions, one for each group."""
+        return self.partitions
+
     def held_bytes(self) -> int:
         """Return the bytes of all gradients held now."""
         if self._buffers:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.engine.framework import StepCounters, WeightUpdater
 from gpp_plugin.engine.gradient_store import Summand, sum_over
-from gpp_plugin.engine.partitioned_gradients import PartitionedGradients, StageGradients
+from gpp_plugin.engine.partitioned_gradients import StageGradients
 from gpp_plugin.engine.stage_groups import (
     StageGroups,
     TiedParameter,
@@ -205,12 +205,7 @@ class StageUpdate:
     def apply(self, norm: float) -> None:
         """Step the optimizer, with gradients that are clipped for the whole model's ``norm``."""
         own = self.gradients
-        held = (
-            own.partitions
-            if isinstance(own, PartitionedGradients)
-            else {n: own.get(n) for n in own.parameters}
-        )
-        self.updater.apply(held, coefficient=self._coefficient(norm), resting=own.resting)
+        self.updater.apply(own.for_optimizer(), coefficient=self._coefficient(norm), resting=own.resting)
 
     def _coefficient(self, norm: float) -> float:
         """Return the factor that takes the loss scale out of the gradients and clips them to the largest norm.

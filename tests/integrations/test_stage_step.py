@@ -31,7 +31,8 @@ class Gradients:
         self.value, self.flags, self.log, self.learnt = value, list(unknown), [], list[float]()
         self.num_cleared = 0
 
-    def get(self, name: str) -> None: ...
+    def for_optimizer(self) -> dict[str, None]:
+        return dict.fromkeys(self.parameters)
 
     def accumulate(self) -> None:
         self.log.append("accumulate")

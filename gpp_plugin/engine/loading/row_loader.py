@@ -23,7 +23,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, cast
 
@@ -84,13 +84,31 @@ class _Position:
     states: tuple[Any, ...] = ()
 
 
+@contextmanager
+def trying_position(problem: str) -> Iterator[None]:
+    """Refuse a checkpoint's position in the data that breaks what takes it, whoever that is.
+
+    Args:
+        problem: who cannot do what, for the error.
+
+    Raises:
+        CheckpointError: the problem, and what was raised.
+    """
+    try:
+        yield
+    except (*CONTENT_ERRORS, CheckpointError) as error:
+        raise CheckpointError(
+            f"{problem} ({type(error).__name__}: {first_line(error)}); load another tag"
+        ) from error
+
+
 def check_position(position: Any) -> None:
     """Refuse a position that a checkpoint's file does not hold so, with all states in it.
 
     Raises:
         CheckpointError: says which value.
     """
-    try:
+    with trying_position("the checkpoint's position in training_data cannot be read"):
         found: _Position = from_plain(_Position, position)
         if absent := sorted(_HAS[found.kind] - position.keys()):
             raise CheckpointError(f"no {absent[0]}")
@@ -101,11 +119,6 @@ def check_position(position: Any) -> None:
             torch.Generator().set_state(generator)
         for state in (found.sampler, found.state, *found.states):
             from_json(state, tensor=None)
-    except (*CONTENT_ERRORS, CheckpointError) as error:
-        raise CheckpointError(
-            f"the checkpoint's position in training_data cannot be read ({type(error).__name__}: "
-            f"{first_line(error)}); load another tag"
-        ) from error
 
 
 _MAX_PREFETCHED = 4
@@ -294,13 +307,8 @@ class RowLoader:
         begin = self._stream_point(position) if self._is_stream else self._epoch_point(position)
         problem = self._problem_with(position, begin)
         if isinstance(begin, EpochPoint) and begin.sampler is not None:
-            try:
+            with trying_position("the batch sampler takes no such position in training_data"):
                 cast(Any, self.loader.batch_sampler).load_state_dict(begin.sampler)
-            except (*CONTENT_ERRORS, CheckpointError) as error:
-                raise CheckpointError(
-                    f"the batch sampler takes no such position in training_data ({type(error).__name__}: {error}); "
-                    "load another tag"
-                ) from error
         if problem and warns:
             logger.warning("%s", problem)
         self._end_iteration()

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gpp_plugin.engine.checkpoints.checkpoint_files import CONTENT_ERRORS, from_json, to_json
+from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
 from gpp_plugin.engine.loading.batch_source import BatchSource
-from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position
-from gpp_plugin.errors import CheckpointError, ConfigError, GppError, first_line
+from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position, trying_position
+from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.runtime.batches import Batch
 
 # Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
@@ -354,13 +354,8 @@ class TrainingData:
                 )
             return False
         rank = self._batch_source.rank
-        try:
+        with trying_position(f"the {type(self._external).__name__} takes no such position in the data"):
             self._external.load_state_dict(from_json(states[rank if rank < len(states) else 0], tensor=None))
-        except CONTENT_ERRORS as error:
-            raise CheckpointError(
-                f"the {type(self._external).__name__} takes no such position in the data ({type(error).__name__}: "
-                f"{first_line(error)}); load another tag"
-            ) from error
         return True
 
     def apply(self, fn: Callable[[Any], Any]) -> None:

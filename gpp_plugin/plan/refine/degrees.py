@@ -85,7 +85,7 @@ class DegreeChooser:
     ) -> None:
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.sets = BlockSets(costs) if sets is None else sets
-        self.limits = [request.rank_limits[rank] for rank in range(request.num_ranks)]
+        self.limits = request.rank_limits[: request.num_ranks]
         self._limit = max(self.limits)
         self._coupled = self.sets.mask_of(sorted(rules.coupled))
         self._fixed = {

@@ -16,7 +16,7 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import DERIVED, fingerprint
-from gpp_plugin.ir.step_cost import StepCost
+from gpp_plugin.ir.step_cost import RankBytes, StepCost
 from gpp_plugin.ir.tensors import SampleRange, TensorSpec
 from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
 
@@ -478,6 +478,20 @@ class PipelinePlan:
             return yielding[0]
         meant = f" ({LOSS_KEY!r} means {names[yielding[0]]!r})" if len(yielding) == 1 else ""
         raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")
+
+
+def bytes_by_rank(plan: PipelinePlan) -> tuple[RankBytes, ...]:
+    """Return what each rank holds at its peak, all its stages together: by the breakdown where the plan has one."""
+    found = []
+    for rank in range(plan.num_ranks):
+        own = plan.stages_of_rank(rank)
+        if plan.memory:
+            part = joined_breakdown([plan.memory[index] for index in own])
+            found.append(RankBytes(rank=rank, held=part.total, messages=part.messages, limit=part.limit))
+        else:
+            peaks = [(plan.stages[index].memory_bytes, plan.stages[index].gathered_bytes) for index in own]
+            found.append(RankBytes(rank=rank, held=int(rank_bytes(peaks))))
+    return tuple(found)
 
 
 def cost_key(plan: PipelinePlan) -> str:

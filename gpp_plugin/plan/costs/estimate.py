@@ -24,9 +24,9 @@ from gpp_plugin.ir.plan import (
     PipelinePlan,
     Stage,
     StageEdge,
+    bytes_by_rank,
     cost_key,
     forward_only_stages,
-    joined_breakdown,
     stage_task_us,
 )
 from gpp_plugin.ir.program import RankProgram
@@ -36,7 +36,6 @@ from gpp_plugin.ir.step_cost import (
     REDUCTIONS,
     TENSOR_SUMS,
     CollectiveCost,
-    RankBytes,
     StepCost,
     StepPrices,
 )
@@ -354,7 +353,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
         drain_us=0.0 if windows is None else max(windows.drain_us, 0.0),
-        ranks=_rank_bytes(plan),
+        ranks=bytes_by_rank(plan),
     )
 
 
@@ -463,11 +462,3 @@ def _most_us(timeline: Timeline, kind: EventKind) -> float:
         if event.kind is kind:
             spent[event.rank] += event.end_us - event.start_us
     return max(spent.values(), default=0.0)
-
-
-def _rank_bytes(plan: PipelinePlan) -> tuple[RankBytes, ...]:
-    found = []
-    for rank in range(plan.num_ranks):
-        own = joined_breakdown([plan.memory[index] for index in plan.stages_of_rank(rank)])
-        found.append(RankBytes(rank=rank, held=own.total, messages=own.messages, limit=own.limit))
-    return tuple(found)

@@ -73,7 +73,7 @@ def _pair(predicted: int | None, measured: int | None) -> str:
     return " / ".join(known) if predicted or measured else "-"
 
 
-NO_COST = "what its step goes into is not in this plan, or it was changed since: gpp plan --out writes it"
+NO_COST = "what its step takes is not in this plan, or the plan was changed since: gpp plan --out writes it"
 SHOWN_US = 0.5
 """What takes less is not named."""
 MOST_NAMED = 6

@@ -41,6 +41,7 @@ from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_sche
 from gpp_plugin.schedule.event_loop import Durations
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
 from gpp_plugin.simulate.predict import predict_iteration_us
+from gpp_plugin.simulate.reductions import Reductions
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +72,7 @@ def choose_schedule(
     durations: Durations | None = None,
     most_in_flight: Sequence[int] | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan`` with the schedule, k, in-flight counts and slices of the shortest predicted iteration.
 
@@ -151,7 +152,7 @@ def choose_slicing(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan``, its schedules as they are, with `Stage.num_sliced` of the shortest predicted iteration.
 
@@ -443,7 +444,7 @@ class _Chooser:
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "forward_only_stages": forward_only_stages(plan),
-            "reduce_us": costs.reduce_times(plan),
+            "reduce_us": costs.reductions(plan),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
 

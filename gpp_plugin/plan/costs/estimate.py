@@ -6,7 +6,7 @@ at the sender's port and at the receiver's, in the order of the tasks that need 
 
 That makes it another algorithm than the event loop, not a copy: it needs no clock common to all stages. A stage runs
 on until a message is missing, then the next one does, in any order; each has a clock of its own. What it plays with
-is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
+is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reductions`.
 """
 
 from __future__ import annotations
@@ -58,7 +58,13 @@ from gpp_plugin.simulate.timeline_metrics import start_up_us
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTiming:
-    """What the prediction needs of a stage; times of one micro-batch, reduction once a step."""
+    """What the prediction needs of a stage; times of one micro-batch, reduction once a step.
+
+    Args:
+        reduce_us: what is left of its last sum behind its last backward (`StageReductions.exposed_us`).
+        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` behind
+            the step of all stages.
+    """
 
     micro_batch_size: int
     in_flight: int
@@ -66,6 +72,9 @@ class StageTiming:
     forward_us: float
     backward_us: float
     reduce_us: float
+    gather_us: float = 0.0
+    each_us: float = 0.0
+    step_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +113,17 @@ _Incoming = tuple[int, list[float], float, float]
 """(micro-batch size of the sender, when each of its messages has left, time at the port, latency)."""
 
 
-def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[EdgeTiming]) -> float:
-    """Return microseconds from the first forward to the last reduction; inf where it would stop."""
+def estimate_us(
+    mini_batch: int,
+    stages: Sequence[StageTiming],
+    edges: Sequence[EdgeTiming],
+    tied: Sequence[tuple[tuple[int, ...], float]] = (),
+) -> float:
+    """Return microseconds from the first forward to the last reduction; inf where it would stop.
+
+    Args:
+        tied: as of `Reductions`.
+    """
     sizes = [s.micro_batch_size for s in stages]
     orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
     # By stage and direction: what a task waits for, and what its messages are added to.
@@ -127,7 +145,7 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
     # Message m of an edge is the sender's m-th micro-batch: a consumer of other sizes takes the first one that
     # reaches its last sample (sender 2, consumer 3 samples: its task 1 ends at sample 6, message 2).
     heads = [0] * len(stages)
-    clocks = [0.0] * len(stages)
+    clocks = [stage.gather_us for stage in stages]
     out_free = [0.0] * len(stages)
     in_free = [0.0] * len(stages)
     waiting = list(range(len(stages)))
@@ -137,7 +155,7 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
         begun = head = heads[s]
         last = len(order)
         received, stage_sends = (incoming[0][s], incoming[1][s]), (sends[0][s], sends[1][s])
-        durations = stages[s].forward_us, stages[s].backward_us
+        durations, held = (stages[s].forward_us, stages[s].backward_us), (0.0, stages[s].each_us)
         clock, in_port, out_port = clocks[s], in_free[s], out_free[s]
         while head < last:
             task = order[head]
@@ -156,13 +174,19 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
             for messages, hold in stage_sends[way]:
                 out_port = (out_port if out_port > clock else clock) + hold
                 messages.append(out_port)
+            clock += held[way]
             head += 1
         heads[s], clocks[s], in_free[s], out_free[s] = head, clock, in_port, out_port
         if head > begun:
             waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
     if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
         return float("inf")
-    return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
+    ends = [clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True)]
+    for holders, us in tied:
+        together = max(ends[i] for i in holders) + us
+        for i in holders:
+            ends[i] = together
+    return max(ends) + max(stage.step_us for stage in stages)
 
 
 def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, float, float]] | None:
@@ -183,7 +207,7 @@ def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, fl
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one step of a whole plan."""
-    reduces = costs.reduce_times(plan)
+    reductions = costs.reductions(plan)
     stages = [
         StageTiming(
             micro_batch_size=stage.micro_batch_size,
@@ -191,12 +215,16 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             k=stage.k,
             forward_us=stage_task_us(stage, TaskKind.FORWARD),
             backward_us=stage_task_us(stage, TaskKind.BACKWARD),
-            reduce_us=reduces[i],
+            # the last sum of those behind each backward is one of them
+            reduce_us=own.exposed_us(stage.backward_us) - own.each_us,
+            gather_us=own.gather_us,
+            each_us=own.each_us,
+            step_us=own.step_us,
         )
-        for i, stage in enumerate(plan.stages)
+        for stage, own in zip(plan.stages, reductions.stages, strict=True)
     ]
     edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
-    us = estimate_us(plan.mini_batch, stages, edges)
+    us = estimate_us(plan.mini_batch, stages, edges, reductions.tied)
     return max(us, _busiest_adapter_us(plan, edges, costs)) if costs.cluster.has_adapters else us
 
 
@@ -285,7 +313,7 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         plan,
         cluster=costs.cluster,
         forward_only_stages=forward_only_stages(plan),
-        reduce_us=costs.reduce_times(plan),
+        reduce_us=costs.reductions(plan),
     )
 
 

@@ -295,7 +295,7 @@ class SharedEvaluator:
                 cluster=cluster,
                 schedules=built,
                 forward_only_stages=forward_only,
-                reduce_us=self.costs.reduce_times(plan),
+                reduce_us=self.costs.reductions(plan),
             )
         except (ScheduleError, PlanError) as error:
             logger.debug("stages on shared ranks: %s", error)

@@ -45,7 +45,7 @@ from gpp_plugin.library.named_models import (
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
-from gpp_plugin.plan.costs.estimate import finished_plan, prices_on, simulate_step
+from gpp_plugin.plan.costs.estimate import finished_plan, play_step, prices_on
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
@@ -222,7 +222,7 @@ def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeli
         PlanError, ScheduleError: the plan does not fit the cluster, or cannot run.
     """
     _check_times(plan)
-    found = simulate_step(plan, prices_on(plan, _links(plan, cluster)))
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
     return found if isinstance(found, Timeline) else found.timeline
 
 
@@ -233,7 +233,7 @@ def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
         ConfigError, PlanError, ScheduleError: as `simulate`.
     """
     _check_times(plan)
-    found = simulate_step(plan, prices_on(plan, _links(plan, cluster)))
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
     if isinstance(found, Timeline):
         raise ConfigError(f"mode: the plan's is {plan.mode}; use simulate")
     return found

@@ -29,6 +29,7 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
@@ -40,7 +41,7 @@ from gpp_plugin.plan.costs.memory_formula import (
     sum_times,
     unreduced_bytes,
 )
-from gpp_plugin.simulate.reductions import Buckets, Reductions, StageReductions, early_of_blocks
+from gpp_plugin.simulate.reductions import early_of_blocks, total_times
 
 # Methods whose results are stored on their instance: each is computed once for each set of arguments.
 
@@ -179,7 +180,7 @@ class CostModel:
         self.tensor = tensor
         self._source = graph, profile
         self._at_tensor: dict[tuple[int, str], CostModel] = {}
-        self._sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
+        self.sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -280,17 +281,17 @@ class CostModel:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
-            if self._sums is not None:
-                forward = forward + self._sums[0] + self._sums[1] * local
-                backward = backward + self._backward_sums(local)
+            if self.sums is not None:
+                forward = forward + self.sums[0] + self.sums[1] * local
+                backward = backward + self.backward_sums(local)
             found = self._times[local, kind] = forward, backward
         return found
 
-    def _backward_sums(self, local: float) -> Floats:
+    def backward_sums(self, local: float) -> Floats:
         """Return by block the microseconds of a backward's all-reduces among tensor ranks."""
-        if self._sums is None:
+        if self.sums is None:
             return np.zeros(len(self.index))
-        found: Floats = self._sums[2] + self._sums[3] * local
+        found: Floats = self.sums[2] + self.sums[3] * local
         return found
 
     def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
@@ -379,7 +380,7 @@ class CostModel:
         return max(first for first, _ in found), max(second for _, second in found)
 
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
-        sums = self._backward_sums(local)  # which are of input gradients
+        sums = self.backward_sums(local)  # which are of input gradients
         backward = self.block_times(local, kind)[1] - sums
         first = second = 0.0
         for block in blocks:
@@ -475,12 +476,6 @@ class CostModel:
         """Return `stage_times` of a plan's stage on its ranks."""
         return self.on(stage).stage_times(self.indices(stage.blocks), stage.local_batch_size, stage.ranks)
 
-    def sum_us(self, stage: Stage) -> float:
-        """Return the microseconds of tensor sums in a forward and a backward of a plan's stage."""
-        own, local = self.on(stage), stage.local_batch_size
-        forward = 0.0 if own._sums is None else own._sums[0] + own._sums[1] * local
-        return float((forward + own._backward_sums(local))[self.indices(stage.blocks)].sum())
-
     def memory_of(self, stage: Stage, in_flight: int) -> int:
         """Return `stage_memory` of a plan's stage that holds so many micro-batches."""
         blocks, local = self.indices(stage.blocks), stage.local_batch_size
@@ -534,8 +529,8 @@ class CostModel:
         return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
 
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
-        """Return by stage what its reductions take in one step, hidden or not (`Reductions.totals`)."""
-        return self.reductions(plan).totals(plan)
+        """Return by stage what its reductions take in one step, hidden or not (`total_times`)."""
+        return total_times(plan, self.reductions(plan))
 
     def reductions(self, plan: PipelinePlan) -> Reductions:
         """Return what the stages of a plan reduce in one step, and when.
@@ -641,7 +636,7 @@ def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
 
     ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
     reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
-    where it gathers once a mini-batch (`Reductions.totals`).
+    where it gathers once a mini-batch (`total_times`).
 
     >>> num_reductions(4, 0), num_reductions(4, 2)
     (1.0, 2.5)

@@ -58,6 +58,11 @@ class StageReductions:
             return cls(last_us=half, each_us=half, gather_us=gather_us)
         return cls(last_us=half, each_us=half if zero_stage == 2 else 0.0, step_us=half)
 
+    def least_behind_us(self, backward_us: float, num_micro_batches: int) -> float:
+        """Return what a step is at least longer by than a stage's work, whatever its sums hide behind."""
+        behind = min(self.exposed_us(backward_us), self.last_us)
+        return behind + (num_micro_batches - 1) * self.each_us + self.step_us
+
     def exposed_us(self, backward_us: float) -> float:
         """Return what is left of the last sum behind a last backward that takes so long, on all ranks at once.
 

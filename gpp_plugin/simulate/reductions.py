@@ -33,6 +33,7 @@ Tests: tests/simulate/test_reductions.py
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -47,7 +48,7 @@ from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS
 from gpp_plugin.schedule.event_loop import TaskTimes, Waits
-from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS, may_prefetch
+from gpp_plugin.schedule.gathers import may_prefetch
 from gpp_plugin.schedule.task_graph import TaskGraph
 
 Floats = npt.NDArray[np.float64]
@@ -83,7 +84,7 @@ def reductions_of(plan: PipelinePlan, reduce_us: Mapping[int, float] | Reduction
 
 
 def early_of_blocks(
-    gradient_bytes: Floats, backward_us: Floats, element_bytes: int, sum_us: Callable[[float], float]
+    gradient_bytes: Floats, backward_us: Floats, most: float, sum_us: Callable[[float], float]
 ) -> Buckets:
     """Return `StageReductions.early` of a stage's blocks, in their order.
 
@@ -91,23 +92,20 @@ def early_of_blocks(
     evenly while its backward runs.
 
     Args:
-        element_bytes: of one number of the gradients.
+        most: bytes of a bucket; inf: it is never early.
         sum_us: what the sum of so many bytes takes.
 
-    >>> sizes = EARLY_BUCKET_ELEMENTS * np.array([2.0, 4.0])
-    >>> early_of_blocks(sizes, np.array([3.0, 1.0]), 2, lambda num_bytes: num_bytes / EARLY_BUCKET_ELEMENTS)
+    >>> early_of_blocks(np.array([2.0, 4.0]), np.array([3.0, 1.0]), 2.0, lambda num_bytes: num_bytes)
     ((0.125, 6.0), (1.0, 2.0))
     """
-    most = EARLY_BUCKET_ELEMENTS * element_bytes
     made, over = (np.concatenate([[0.0], np.cumsum(each[::-1])]) for each in (gradient_bytes, backward_us))
-    if made[-1] <= 0.0 or over[-1] <= 0.0:
+    if made[-1] <= 0.0 or over[-1] <= 0.0 or math.isinf(most):
         return ()
     ends = np.append(np.arange(most, made[-1], most), made[-1])
     shares = np.interp(ends, made, over / over[-1])
     # What is in front of all parameters makes no gradient of them. A single bucket goes behind the backward.
     shares[-1] = 1.0 if len(ends) == 1 else over[np.searchsorted(made, made[-1])] / over[-1]
-    sizes = {size: sum_us(size) for size in (float(most), float(ends[-1] - most * (len(ends) - 1)))}
-    each_us = [*[sizes[most]] * (len(ends) - 1), list(sizes.values())[-1]]
+    each_us = [*[sum_us(most)] * (len(ends) - 1), sum_us(float(made[-1]) - most * (len(ends) - 1))]
     # A sum ends at max(share T + left) over its buckets, for a backward of T. Points on or below a line between two
     # others never decide that: evenly spread buckets leave the first and the last.
     left = 0.0

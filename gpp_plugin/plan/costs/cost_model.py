@@ -41,6 +41,7 @@ from gpp_plugin.plan.costs.memory_formula import (
     sum_times,
     unreduced_bytes,
 )
+from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
 from gpp_plugin.simulate.reductions import early_of_blocks, total_times
 
 # Methods whose results are stored on their instance: each is computed once for each set of arguments.
@@ -226,6 +227,10 @@ class CostModel:
         )
         self._profile = profile
         self.growth = profile.growth
+        # Most gradients of a bucket that is summed beside a backward; where sums are not, all are one.
+        elements = EARLY_BUCKET_ELEMENTS if zero_stage == 0 and tensor == 1 else float("inf")
+        each = (DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad)
+        self.bucket_bytes = elements * min(each, default=4)
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared
@@ -544,8 +549,7 @@ class CostModel:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
                 ranks = sorted({rank for i in holders for rank in plan.stages[i].data_ranks(0)})
                 tied.append((tuple(holders), self.all_reduce_us(num_bytes, ranks)))
-        stages = tuple(self.on(stage)._reductions_of(stage) for stage in plan.stages)
-        return Reductions(stages=stages, tied=tuple(tied))
+        return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
         """Return what the ranks of one stage reduce: of the costs of its tensor size."""
@@ -561,18 +565,14 @@ class CostModel:
 
     def _early(self, rows: Sequence[int], stage: Stage, ranks: Sequence[int]) -> Buckets:
         """Return `StageReductions.early` of a stage's blocks."""
-        if self.zero_stage or stage.tensor > 1:
-            return ()
         # a tied gradient is final where the backward ends with it, at the first of its blocks
         sizes = self.gradient_bytes[list(rows)]
         for tie in self._profile.tied:
             for at in [at for at, name in enumerate(stage.blocks) if name in tie.blocks][1:]:
                 sizes[at] -= tie.gradient_bytes
         backward = self.block_times(stage.local_batch_size)[1][list(rows)]
-        element = min(
-            (DTYPE_BYTES[t.dtype] for t in self.graph.tensors.values() if t.requires_grad), default=4
-        )
-        return early_of_blocks(sizes, backward, element, lambda size: self.all_reduce_us(size, ranks))
+        most, sum_us = self.bucket_bytes, lambda size: self.all_reduce_us(size, ranks)
+        return early_of_blocks(sizes, backward, most, sum_us)
 
 
 def ring_us(num_bytes: float, degree: int, link: Link) -> float:

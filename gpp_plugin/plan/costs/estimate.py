@@ -17,6 +17,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import (
@@ -280,6 +283,19 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).
+
+
+def exposed_us(costs: CostModel, reduce_us: Any, backward_us: Any, gradient_bytes: Any) -> Any:
+    """Return the least of a stage's reductions that nothing hides, for searches: numbers, or arrays of them.
+
+    A bound of `StageReductions.exposed_us`: a sum in several buckets may hide behind all of the last backward, one in
+    a single bucket hides behind nothing. Plans are judged by the sums as they are.
+
+    Args:
+        reduce_us: n R, or a sample's share of it; ``backward_us`` of one micro-batch, or the same share.
+    """
+    return np.where(gradient_bytes > costs.bucket_bytes, np.maximum(reduce_us - backward_us, 0.0), reduce_us)
+
 
 MAX_RANK_TASKS = 60_000
 """Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""

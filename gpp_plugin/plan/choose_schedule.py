@@ -22,6 +22,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -41,7 +42,6 @@ from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_sche
 from gpp_plugin.schedule.event_loop import Durations
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
 from gpp_plugin.simulate.predict import predict_iteration_us
-from gpp_plugin.simulate.reductions import Reductions
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ def choose_schedule(
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
     name, chosen, time = _shortest(candidates, context, most_in_flight)
     chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
-    note = f"schedule {name}{slices}: {time:.0f} us predicted"
+    note = f"schedule {name}{slices}"
     return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
 
 
@@ -173,7 +173,7 @@ def choose_slicing(
     plan = unsliced(plan)
     unsliced_us = predict_iteration_us(plan, **context)
     chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
-    notes = (*plan.notes, f"warm-up{slices}: {time:.0f} us predicted") if slices else plan.notes
+    notes = (*plan.notes, f"warm-up{slices}") if slices else plan.notes
     return dataclasses.replace(chosen, notes=notes, iteration_us=time)
 
 
@@ -523,7 +523,7 @@ class _Chooser:
                 continue
             found = choose_slicing(fitted, slicing=self._slicing, **self._context)
             if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
-                note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
+                note = f"schedule {name}"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
         return best
 

@@ -28,6 +28,7 @@ from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, part_durations
@@ -51,7 +52,6 @@ from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.reductions import (
     BetweenTasks,
     ProgramReductions,
-    Reductions,
     ends_behind,
     last_backwards,
     reductions_of,

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,7 @@ import numpy.typing as npt
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
+from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.timeline import Event, EventKind
 from gpp_plugin.schedule.checks.order_check import LAST_KINDS
 from gpp_plugin.schedule.event_loop import TaskTimes, Waits
@@ -51,109 +52,25 @@ from gpp_plugin.schedule.gathers import may_prefetch
 from gpp_plugin.schedule.task_graph import TaskGraph
 
 Floats = npt.NDArray[np.float64]
-Buckets = tuple[tuple[float, float], ...]
-"""The buckets that decide when a sum is through: (share of the last backward after which one is final, microseconds
-from its begin to the end of the last one)."""
 Spans = Mapping[int, Mapping[int, tuple[float, float]]]
 """By stage and rank, from when to when the last backward runs."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageReductions:
-    """What the ranks of one stage send each other in a step, microseconds of each; 0: nothing.
+def total_times(plan: PipelinePlan, reductions: Reductions) -> dict[int, float]:
+    """Return by stage what its own reductions take in one step, and tied ones, hidden or not.
 
-    Args:
-        last_us: the sum of gradients at the end, all of it at once.
-        early: the same sum in buckets; empty: it is never early.
-        each_us: the sum behind each backward but the last (ZeRO 2 and 3).
-        gather_us: one gather of parameters (ZeRO 3).
-        step_us: parameters behind the step (ZeRO 1 and 2).
+    Gathers (ZeRO 3) are as many as there may be: one, or one a task where a rank holds several stages.
     """
-
-    last_us: float = 0.0
-    early: Buckets = ()
-    each_us: float = 0.0
-    gather_us: float = 0.0
-    step_us: float = 0.0
-
-    @classmethod
-    def under(cls, zero_stage: int, whole_us: float, early: Buckets, gather_us: float) -> StageReductions:
-        """Return those of a ZeRO stage.
-
-        Args:
-            whole_us: an all-reduce of all gradients; half of it is a reduce-scatter, or an all-gather.
-        """
-        half = whole_us / 2
-        if zero_stage == 0:
-            return cls(last_us=whole_us, early=early)
-        if zero_stage == 3:
-            return cls(last_us=half, each_us=half, gather_us=gather_us)
-        return cls(last_us=half, each_us=half if zero_stage == 2 else 0.0, step_us=half)
-
-    def least_behind_us(self, backward_us: float, num_micro_batches: int) -> float:
-        """Return what a step is at least longer by than a stage's work, whatever its sums hide behind."""
-        behind = min(self.exposed_us(backward_us), self.last_us)
-        return behind + (num_micro_batches - 1) * self.each_us + self.step_us
-
-    def exposed_us(self, backward_us: float) -> float:
-        """Return what is left of the last sum behind a last backward that takes so long, on all ranks at once.
-
-        >>> StageReductions(last_us=6.0, early=((1 / 3, 6.0), (1.0, 2.0))).exposed_us(6.0)
-        2.0
-        """
-        if not self.early:
-            return self.last_us
-        return max(share * backward_us + left for share, left in self.early) - backward_us
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reductions:
-    """What all stages send in a step.
-
-    Args:
-        stages: one for each of the plan.
-        tied: sums of parameters that several stages hold: these stages, and microseconds.
-    """
-
-    stages: tuple[StageReductions, ...]
-    tied: tuple[tuple[tuple[int, ...], float], ...] = ()
-    has_early: bool = field(init=False)
-    """Whether any sum may be early."""
-    is_between_tasks: bool = field(init=False)
-    """Whether tasks wait for any."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "has_early", any(own.early for own in self.stages))
-        object.__setattr__(self, "is_between_tasks", any(own.each_us or own.gather_us for own in self.stages))
-
-    def totals(self, plan: PipelinePlan) -> dict[int, float]:
-        """Return by stage what its own reductions take in one step, and tied ones, hidden or not.
-
-        Gathers (ZeRO 3) are as many as there may be: one, or one a task where a rank holds several stages.
-        """
-        times = {}
-        for i, (stage, own) in enumerate(zip(plan.stages, self.stages, strict=True)):
-            count = plan.num_micro_batches(i)
-            is_alone = not own.gather_us or all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
-            gathers = (1 if is_alone else 2 * count) * own.gather_us
-            times[i] = own.last_us + own.step_us + (count - 1) * own.each_us + gathers
-        for holders, us in self.tied:
-            for i in holders:
-                times[i] += us
-        return times
-
-    def with_early(self, stages: Iterable[int]) -> Reductions:
-        """Return the same where no other stages are early."""
-        allowed = set(stages)
-        return replace(
-            self, stages=tuple(s if i in allowed else replace(s, early=()) for i, s in enumerate(self.stages))
-        )
-
-    def with_gathers(self, gather_us: Mapping[int, float]) -> Reductions:
-        """Return the same with gathers that take so long, by stage."""
-        return replace(
-            self, stages=tuple(replace(s, gather_us=gather_us.get(i, 0.0)) for i, s in enumerate(self.stages))
-        )
+    times = {}
+    for i, (stage, own) in enumerate(zip(plan.stages, reductions.stages, strict=True)):
+        count = plan.num_micro_batches(i)
+        is_alone = not own.gather_us or all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
+        gathers = (1 if is_alone else 2 * count) * own.gather_us
+        times[i] = own.last_us + own.step_us + (count - 1) * own.each_us + gathers
+    for holders, us in reductions.tied:
+        for i in holders:
+            times[i] += us
+    return times
 
 
 def reductions_of(plan: PipelinePlan, reduce_us: Mapping[int, float] | Reductions | None) -> Reductions:
@@ -300,7 +217,7 @@ def step_events(
         for rank in ranks_of:
             done[rank] = start + own.step_us
             events.append(
-                Event(rank=rank, stage=index, kind=EventKind.GATHER, start_us=start, end_us=done[rank])
+                Event(rank=rank, stage=index, kind=EventKind.REDUCE, start_us=start, end_us=done[rank])
             )
     return events
 

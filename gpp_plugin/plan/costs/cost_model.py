@@ -29,6 +29,7 @@ from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
@@ -41,7 +42,7 @@ from gpp_plugin.plan.costs.memory_formula import (
     unreduced_bytes,
 )
 from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
-from gpp_plugin.simulate.reductions import Buckets, Reductions, StageReductions, early_of_blocks
+from gpp_plugin.simulate.reductions import early_of_blocks, total_times
 
 # Methods whose results are stored on their instance: each is computed once for each set of arguments.
 
@@ -180,7 +181,7 @@ class CostModel:
         self.tensor = tensor
         self._source = graph, profile
         self._at_tensor: dict[tuple[int, str], CostModel] = {}
-        self._sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
+        self.sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -227,9 +228,8 @@ class CostModel:
         self._profile = profile
         self.growth = profile.growth
         # Most gradients of a bucket that is summed beside a backward; where sums are not, all are one.
-        elements = EARLY_BUCKET_ELEMENTS if zero_stage == 0 and tensor == 1 else float("inf")
-        each = (DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad)
-        self.bucket_bytes = elements * min(each, default=4)
+        each = min((DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad), default=4)
+        self.bucket_bytes = each * EARLY_BUCKET_ELEMENTS if zero_stage + tensor == 1 else float("inf")
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared
@@ -285,17 +285,17 @@ class CostModel:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
-            if self._sums is not None:
-                forward = forward + self._sums[0] + self._sums[1] * local
-                backward = backward + self._backward_sums(local)
+            if self.sums is not None:
+                forward = forward + self.sums[0] + self.sums[1] * local
+                backward = backward + self.backward_sums(local)
             found = self._times[local, kind] = forward, backward
         return found
 
-    def _backward_sums(self, local: float) -> Floats:
+    def backward_sums(self, local: float) -> Floats:
         """Return by block the microseconds of a backward's all-reduces among tensor ranks."""
-        if self._sums is None:
+        if self.sums is None:
             return np.zeros(len(self.index))
-        found: Floats = self._sums[2] + self._sums[3] * local
+        found: Floats = self.sums[2] + self.sums[3] * local
         return found
 
     def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
@@ -384,7 +384,7 @@ class CostModel:
         return max(first for first, _ in found), max(second for _, second in found)
 
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
-        sums = self._backward_sums(local)  # which are of input gradients
+        sums = self.backward_sums(local)  # which are of input gradients
         backward = self.block_times(local, kind)[1] - sums
         first = second = 0.0
         for block in blocks:
@@ -533,8 +533,8 @@ class CostModel:
         return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
 
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
-        """Return by stage what its reductions take in one step, hidden or not (`Reductions.totals`)."""
-        return self.reductions(plan).totals(plan)
+        """Return by stage what its reductions take in one step, hidden or not (`total_times`)."""
+        return total_times(plan, self.reductions(plan))
 
     def reductions(self, plan: PipelinePlan) -> Reductions:
         """Return what the stages of a plan reduce in one step, and when.
@@ -636,7 +636,7 @@ def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
 
     ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
     reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
-    where it gathers once a mini-batch (`Reductions.totals`).
+    where it gathers once a mini-batch (`total_times`).
 
     >>> num_reductions(4, 0), num_reductions(4, 2)
     (1.0, 2.5)

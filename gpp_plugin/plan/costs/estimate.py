@@ -16,15 +16,40 @@ import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages, stage_task_us
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import (
+    PipelinePlan,
+    Stage,
+    StageEdge,
+    bytes_by_rank,
+    cost_key,
+    forward_only_stages,
+    stage_task_us,
+)
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
+from gpp_plugin.ir.step_cost import (
+    GATHERS,
+    REDUCTIONS,
+    TENSOR_SUMS,
+    CollectiveCost,
+    Reductions,
+    StageReductions,
+    StepCost,
+    StepPrices,
+)
+from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, us_per_sample
+from gpp_plugin.plan.costs.memory_formula import with_breakdown
+from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
-from gpp_plugin.simulate.predict import predict_iteration_us
+from gpp_plugin.simulate.predict import AsyncPrediction, predict_iteration_us, simulate_step, simulate_windows
+from gpp_plugin.simulate.reductions import total_times
+from gpp_plugin.simulate.timeline_metrics import start_up_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +279,7 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     )
 
 
-# The simulator as the evaluator of plans: links shared, reductions after the last backward.
+# The simulator as the evaluator of plans: links shared, reductions as `simulate.reductions` has them.
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).
@@ -299,3 +324,132 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reductions(plan),
     )
+
+
+# The ledger of a plan's step (`StepCost`): made here alone, once for a finished plan, and printed everywhere.
+#
+# Every term is the difference of two simulations, each with one more thing that takes time. A chain of two stages whose
+# tasks take 80 us on the busier rank:
+#
+#     tasks alone                      100 us     compute 80, bubble 20
+#     and messages                     112        messages 12
+#     and reductions                   130        reductions 18, whatever more of them is hidden
+#     and the optimizer's step         141        optimizer 11: the step
+#
+# An optimizer reads and writes its state, reads gradients and writes parameters: 2 (O + G) bytes of device memory, of
+# O and G what ZeRO leaves a rank to step.
+
+
+def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return a plan with what fills its ranks and what its step costs: the last thing that is done to one."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    return with_cost(with_breakdown(plan, request), costs)
+
+
+def with_cost(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return a plan, which has its breakdown of memory, with its `step_cost`."""
+    cost = step_cost(plan, costs)
+    return dataclasses.replace(plan, iteration_us=cost.step_us, cost=cost)
+
+
+def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
+    """Return what a step of a plan costs, and what its ranks hold by the plan's own breakdown of memory."""
+    prices = _prices(plan, costs)
+    assert prices.reductions is not None
+    # tasks alone, and with one more thing each that takes time: messages, reductions, gathers, the optimizer
+    steps = [StepPrices(), StepPrices(cluster=prices.cluster)]
+    for reductions in (prices.reductions.with_gathers({}), prices.reductions):
+        steps.append(StepPrices(cluster=prices.cluster, reductions=reductions))
+    ends = []
+    for number, each in enumerate(steps):
+        is_same = number and each == steps[number - 1]  # nothing is gathered, most often
+        ends.append(ends[-1] if is_same else _step_us(plan, each))
+    played = play_step(plan, prices)
+    windows = None if isinstance(played, Timeline) else played
+    timeline = played if isinstance(played, Timeline) else played.timeline
+    ends.append(timeline.iteration_us if windows is None else windows.steady_us)
+    message_us, reduce_us, gather_us, optimizer_us = (max(b - a, 0.0) for a, b in pairwise(ends))
+    num_steps = 1 if windows is None else windows.num_windows
+    busy = timeline.busy_us()
+    busiest = max(busy, key=lambda rank: busy[rank])
+    busy_us, own = busy[busiest] / num_steps, plan.stages_of_rank(busiest)
+    sums_us = sum(_sum_us(plan.stages[index], costs) * plan.num_micro_batches(index) for index in own)
+    return StepCost(
+        plan=cost_key(plan),
+        prices=prices,
+        zero_stage=costs.zero_stage,
+        step_us=ends[-1],
+        compute_us=busy_us - sums_us,
+        bubble_us=max(ends[0] - busy_us, 0.0),
+        message_us=message_us,
+        collectives=(
+            _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
+            _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
+            CollectiveCost(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+        ),
+        optimizer_us=optimizer_us,
+        start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
+        drain_us=0.0 if windows is None else max(windows.drain_us, 0.0),
+        ranks=bytes_by_rank(plan),
+    )
+
+
+def play_step(plan: PipelinePlan, prices: StepPrices) -> Timeline | AsyncPrediction:
+    """Return the timeline that the costs of a plan's step are read off; of mode async that of its windows."""
+    updates = {index: us for index, us in enumerate(prices.update_us) if us > 0.0}
+    reductions = prices.reductions or Reductions(stages=(StageReductions(),) * len(plan.stages))
+    if plan.mode == "sync":
+        return simulate_step(plan, cluster=prices.cluster, reductions=reductions, step_us=updates)
+    # in windows of one micro-batch, what follows each backward
+    once = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+    each = {index: us + updates.get(index, 0.0) for index, us in total_times(once, reductions).items()}
+    return simulate_windows(plan, cluster=prices.cluster, update_us=each)
+
+
+def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
+    """Return what a plan is simulated with on a cluster; None: on its own.
+
+    Reductions and optimizer steps are priced for the plan's own links and devices: on others only messages, and gathers
+    of parameters, take time, and without any nothing does.
+    """
+    own = StepPrices() if plan.cost is None else plan.cost.prices
+    if cluster is None or (own.cluster is not None and _prices_alike(cluster, own.cluster)):
+        return own
+    gathers, free = gather_times(plan, cluster), Reductions(stages=(StageReductions(),) * len(plan.stages))
+    return StepPrices(cluster=cluster, reductions=free.with_gathers(gathers))
+
+
+def _prices_alike(one: Cluster, other: Cluster) -> bool:
+    speeds = ([device.memory_bytes_per_s for device in cluster.devices] for cluster in (one, other))
+    return one.links == other.links and next(speeds) == next(speeds)
+
+
+def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
+    cluster = dataclasses.replace(costs.cluster, devices=costs.cluster.devices[: plan.num_ranks])
+    updates = []
+    for stage, part in zip(plan.stages, plan.memory, strict=True):
+        stepped = stage.gradient_bytes / (stage.degree if costs.zero_stage >= 1 else 1)
+        speed = min(cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks)
+        updates.append(2 * (part.optimizer + stepped) / speed * 1e6)
+    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=tuple(updates))
+
+
+def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
+    played = play_step(plan, prices)
+    return played.iteration_us if isinstance(played, Timeline) else played.steady_us
+
+
+def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveCost:
+    """Return the costs of a kind of collectives, of the rank with most of them in a timeline."""
+    spent: dict[int, float] = defaultdict(float)
+    for each in timeline.events:
+        if each.kind is event:
+            spent[each.rank] += each.end_us - each.start_us
+    return CollectiveCost(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
+
+
+def _sum_us(stage: Stage, costs: CostModel) -> float:
+    """Return the microseconds of tensor sums in a forward and a backward of a stage."""
+    own, local = costs.on(stage), stage.local_batch_size
+    forward = 0.0 if own.sums is None else own.sums[0] + own.sums[1] * local
+    return float((forward + own.backward_sums(local))[own.indices(stage.blocks)].sum())

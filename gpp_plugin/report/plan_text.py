@@ -236,6 +236,20 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
     return header, rows
 
 
+def rank_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of what ranks hold, all their stages together; ranks alike share a row."""
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for held in bytes_by_rank(plan):
+        alike[plan.stages_of_rank(held.rank), held.held, held.messages, held.limit].append(held.rank)
+    rows = []
+    for (stages, held, messages, limit), ranks in alike.items():
+        is_run = ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        sizes = [format_bytes(size) if size else "-" for size in (held, messages, held + messages, limit)]
+        rows.append([f"{ranks[0]}-{ranks[-1]}" if is_run else ",".join(map(str, ranks)), *sizes, names])
+    return ["ranks", "total", "messages", "peak", "of", "stages"], rows
+
+
 def draw_stages(plan: PipelinePlan) -> str:
     """Return the stage graph as boxes and lines; an edge shows its forward bytes of a mini-batch."""
     boxes = []

@@ -10,7 +10,7 @@ from gpp_plugin import api
 from gpp_plugin.cli import main
 from gpp_plugin.commands.rehearse_command import format_rehearsal, rehearsal_figures
 from gpp_plugin.compare.compare_settings import GRAPH
-from gpp_plugin.compare.simulated import simulate_mode, simulated_row
+from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
 from gpp_plugin.ir.plan import cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
@@ -243,10 +243,10 @@ def test_an_optimizer_step_takes_its_bytes_over_the_memory_bandwidth():
 def test_terms_are_what_a_step_takes_longer_with_each(made):
     """Of prices that are 0 the term is 0, and of one stage on one rank nothing but its tasks and the step is left."""
     _, plan, _ = made
-    parts = plan.cost.parts
-    if not any(plan.cost.prices.reduce_us):
-        assert parts[REDUCTIONS] == 0
-    if not plan.cost.prices.gather_us:
+    parts, stages = plan.cost.parts, plan.cost.prices.reductions.stages
+    if not any(own.last_us or own.each_us or own.step_us for own in stages):
+        assert parts[REDUCTIONS] == 0 or plan.cost.prices.reductions.tied
+    if not any(own.gather_us for own in stages):
         assert parts[GATHERS] == 0
     if all(stage.tensor == 1 for stage in plan.stages):
         assert parts[TENSOR_SUMS] == 0
@@ -263,6 +263,9 @@ def test_baselines_have_the_ledger_too():
     def graph(asked):
         return api.plan_for(asked)
 
-    for mode in ("single", "stock", "chain", "graph"):
-        row = simulate_mode(mode, request, graph)
-        assert row["peak_bytes"] >= 0 and row["iteration_ms"] > 0, mode
+    makers = {"stock": best_stock, "single": single_plan, "graph": graph}
+    for mode, make in makers.items():
+        row, cost = simulate_mode(mode, request, graph), finished_plan(make(request), request).cost
+        assert (row["peak_bytes"], row["fits"]) == (cost.fullest.peak, cost.fits), mode
+        assert row["iteration_ms"] == pytest.approx(cost.step_us / 1e3), mode
+    assert simulate_mode("chain", request, graph)["iteration_ms"] >= row["iteration_ms"] * (1 - 1e-9)

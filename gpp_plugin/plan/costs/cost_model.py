@@ -548,8 +548,7 @@ class CostModel:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
                 ranks = sorted({rank for i in holders for rank in plan.stages[i].data_ranks(0)})
                 tied.append((tuple(holders), self.all_reduce_us(num_bytes, ranks)))
-        stages = tuple(self.on(stage)._reductions_of(stage) for stage in plan.stages)
-        return Reductions(stages=stages, tied=tuple(tied))
+        return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
         """Return what the ranks of one stage reduce: of the costs of its tensor size."""

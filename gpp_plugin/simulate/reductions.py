@@ -23,9 +23,9 @@ Sums of one rank take turns in the order in which they begin: they share its lin
 they for messages, as each group of ranks has a communicator of its own; that both then share a link's bandwidth is not
 counted.
 
-Searches play task graphs. There all stages are early that meet the conditions above, and in front of the last sum ranks of a
-stage do not meet. `simulate_step`, which judges plans, lets those be early that the programs do
-(`stages_that_reduce_early`), and plays the programs where tasks wait (ZeRO 2 and 3): every rendezvous is where it stands.
+Searches play task graphs. There all stages are early that meet the conditions above, and in front of the last sum
+ranks of a stage do not meet. `simulate_step`, which judges plans, lets those be early that the programs do
+(`stages_that_reduce_early`). Where tasks wait (ZeRO 2 and 3) it plays the programs: every rendezvous is where it stands.
 
 Source: this project
 Tests: tests/simulate/test_reductions.py

@@ -25,7 +25,7 @@ counted.
 
 Searches play task graphs. There all stages are early that meet the conditions above, and in front of the last sum
 ranks of a stage do not meet. `simulate_step`, which judges plans, lets those be early that the programs do
-(`stages_that_reduce_early`). Where tasks wait (ZeRO 2 and 3) it plays the programs: every rendezvous is where it stands.
+(`stages_that_reduce_early`). Where tasks wait (ZeRO 2 and 3) it plays the programs, with every rendezvous.
 
 Source: this project
 Tests: tests/simulate/test_reductions.py

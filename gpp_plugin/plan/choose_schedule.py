@@ -22,6 +22,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -41,7 +42,6 @@ from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_sche
 from gpp_plugin.schedule.event_loop import Durations
 from gpp_plugin.schedule.orders.slicer import slice_warm_up, unsliced
 from gpp_plugin.simulate.predict import predict_iteration_us
-from gpp_plugin.simulate.reductions import Reductions
 
 logger = logging.getLogger(__name__)
 

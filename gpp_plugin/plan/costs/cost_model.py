@@ -228,9 +228,8 @@ class CostModel:
         self._profile = profile
         self.growth = profile.growth
         # Most gradients of a bucket that is summed beside a backward; where sums are not, all are one.
-        elements = EARLY_BUCKET_ELEMENTS if zero_stage == 0 and tensor == 1 else float("inf")
-        each = (DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad)
-        self.bucket_bytes = elements * min(each, default=4)
+        each = min((DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad), default=4)
+        self.bucket_bytes = each * EARLY_BUCKET_ELEMENTS if zero_stage + tensor == 1 else float("inf")
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared

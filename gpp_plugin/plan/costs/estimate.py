@@ -279,7 +279,7 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     )
 
 
-# The simulator as the evaluator of plans: links shared, reductions after the last backward.
+# The simulator as the evaluator of plans: links shared, reductions as `simulate.reductions` has them.
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).

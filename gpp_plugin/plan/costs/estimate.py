@@ -360,7 +360,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     steps = [StepPrices(), StepPrices(cluster=prices.cluster)]
     for reductions in (prices.reductions.with_gathers({}), prices.reductions):
         steps.append(StepPrices(cluster=prices.cluster, reductions=reductions))
-    ends = []
+    ends: list[float] = []
     for number, each in enumerate(steps):
         is_same = number and each == steps[number - 1]  # nothing is gathered, most often
         ends.append(ends[-1] if is_same else _step_us(plan, each))

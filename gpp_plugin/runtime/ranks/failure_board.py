@@ -410,9 +410,15 @@ class FailureBoard:
                 self._lose_store()
             has_settled = time.monotonic() - started > SETTLING_S
             if self.first is None and has_settled:
-                lost = [seen for seen in self.look() if seen.state != "alive"]
+                seen = self.look()
+                lost = [each for each in seen if each.state != "alive"]
+                away = [each for each in seen if HERE.call and each.facts and not each.facts.get("call")]
                 if lost:
                     self.post(failure_of(lost[0]))
+                elif away:
+                    facts, why = away[0].facts, f"it did not come to {HERE.call}, which every rank calls"
+                    stage, where = facts.get("stage", ""), place_of(facts)
+                    self.post(FirstFailure(rank=away[0].rank, stage=stage, where=where, why=why))
                 return
             if self.first is None:
                 time.sleep(0.1)

@@ -52,6 +52,27 @@ def test_the_thread_finds_a_failure_that_nobody_asked_for() -> None:
     close(boards)
 
 
+def test_what_the_board_s_thread_meets_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else publishes this rank's beats, or ends it where it is stuck."""
+    monkeypatch.setattr(failure_board, "BEAT_S", 0.05)
+    boards = make_boards(2)
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("what is written there is no JSON")
+
+    monkeypatch.setattr(boards[0], "_read_first", fail)
+    assert failed.wait(60)
+    number = boards[0]._number
+    monkeypatch.undo()
+    deadline = time.monotonic() + 60
+    while boards[0]._number < number + 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert boards[0]._number >= number + 3
+    close(boards)
+
+
 class SilentStore:
     """A store whose host is lost, once it is: no question to it returns."""
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks import failure_board, job_board
-from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, FirstFailure
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, FirstFailure, SeenRank
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection, mark_shared
 
 
@@ -49,6 +49,25 @@ def test_the_thread_finds_a_failure_that_nobody_asked_for() -> None:
     while boards[0].first is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert boards[0].first is not None and boards[0].first.rank == 1
+    close(boards)
+
+
+def test_where_all_live_a_rank_outside_of_the_engine_s_calls_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure_board, "SETTLING_S", 0.1)
+    boards = make_boards(3)
+    seen = [
+        SeenRank(rank=rank, state="alive", facts={"stage": "text", "call": call})
+        for rank, call in ((1, "train_batch"), (2, ""))
+    ]
+    monkeypatch.setattr(boards[0], "look", lambda: seen)
+    assert boards[0].find() is None, "this one is in no call either"
+    monkeypatch.setattr(HERE, "call", "train_batch")
+    assert str(boards[0].find()) == (
+        "rank 2 (stage 'text') failed first, outside of the engine's calls: it did not come to train_batch, which every "
+        "rank calls"
+    )
     close(boards)
 
 

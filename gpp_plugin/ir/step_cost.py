@@ -127,7 +127,7 @@ class StepPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCost:
+class CollectiveTime:
     """Collectives of one kind in a step, in microseconds.
 
     Args:
@@ -192,7 +192,7 @@ class StepCost:
     compute_us: Micros
     bubble_us: Micros
     message_us: Micros
-    collectives: tuple[CollectiveCost, ...]
+    collectives: tuple[CollectiveTime, ...]
     optimizer_us: Micros
     start_up_us: Micros
     drain_us: Micros = 0.0

@@ -36,7 +36,7 @@ from gpp_plugin.ir.step_cost import (
     GATHERS,
     REDUCTIONS,
     TENSOR_SUMS,
-    CollectiveCost,
+    CollectiveTime,
     Reductions,
     StageReductions,
     StepCost,
@@ -385,7 +385,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
-            CollectiveCost(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -439,13 +439,13 @@ def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
     return played.iteration_us if isinstance(played, Timeline) else played.steady_us
 
 
-def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveCost:
+def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveTime:
     """Return the costs of a kind of collectives, of the rank with most of them in a timeline."""
     spent: dict[int, float] = defaultdict(float)
     for each in timeline.events:
         if each.kind is event:
             spent[each.rank] += each.end_us - each.start_us
-    return CollectiveCost(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
+    return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
 
 
 def _sum_us(stage: Stage, costs: CostModel) -> float:

@@ -17,10 +17,11 @@ part, or a link of each rank. Tensor positions of a stage that reduce at the sam
 A level may have measured figures (`MeasuredCollective`): the innermost one's are of its rank; further out they scale
 what is described above, as measured over all of the level's ranks.
 
-Source: NCCL 2.x, src/graph/tuning.cc (rings, double binary trees, NVLSTree); nccl-tests, doc/PERFORMANCE.md (bus
-    bandwidth). Deviations: no tree has less to send on two nodes unless its sums are made in a switch, as runs on A100
-    were measured; the few protocols of each algorithm are one line.
-Tests: tests/plan/test_collectives.py
+Of NCCL's model it has no protocols: an algorithm is one line. A tree has half as much to send on two nodes only where
+a switch makes its sums: runs on two nodes of A100 show no such gain.
+
+Source: NCCL, src/graph/tuning.cc; nccl-tests, doc/PERFORMANCE.md
+Tests: tests/plan/test_collectives.py, tests/plan/test_costs.py
 """
 
 from __future__ import annotations

@@ -29,9 +29,9 @@ from gpp_plugin.config.block import LengthsConfig, PlanOptions
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
 from gpp_plugin.config.reader import check_sizes, read_options
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir import serialize
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
@@ -48,7 +48,7 @@ from gpp_plugin.plan.costs.cost_model import gather_times
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.plan_form import check_form, read_plan
+from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
 from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
@@ -208,8 +208,9 @@ def plan_for(
         return share_ranks(made, request, schedule=schedule)
 
     with use_names(ARGUMENT_NAMES):
-        made = plan_beside_messages(request, make)
-        return with_breakdown(note_edge_transports(made, p2p), request)
+        made = with_breakdown(note_edge_transports(plan_beside_messages(request, make), p2p), request)
+        check_form(made)  # what would not be read again is a fault of the planner's
+        return made
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
@@ -325,6 +326,18 @@ def format_timeline(
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
     return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
+
+
+def save(value: PipelinePlan | Timeline, path: str | Path) -> None:
+    """Write a plan or a timeline to a JSON file; a plan that could not be read again is not written.
+
+    Raises:
+        GppError: what is wrong with the plan.
+    """
+    if isinstance(value, PipelinePlan):
+        write_plan(value, path)
+    else:
+        serialize.save(value, path)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:

@@ -54,7 +54,7 @@ def simulate_plan(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | None = None,
     step_us: Mapping[int, float] | None = None,
@@ -65,6 +65,7 @@ def simulate_plan(
         cluster: links; without one messages take no time.
         durations: microseconds of each task; the plan's `Stage.forward_us` and `backward_us` by default.
         schedules: task orders; those the plan names by default.
+        forward_only_stages: as of `build_schedules`.
         share_links: messages of one rank take turns on its link; else each has the full bandwidth.
         reduce_us: by stage, the gradient reduction after its last task; starts on all ranks together.
         step_us: by stage, the optimizer step; starts when every rank is done (the norm is global).
@@ -93,7 +94,7 @@ def predict_iteration_us(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | None = None,
     step_us: Mapping[int, float] | None = None,
@@ -111,7 +112,7 @@ def _run(
     cluster: Cluster | None,
     durations: Durations | None,
     schedules: Sequence[StageSchedule] | None,
-    forward_only_stages: frozenset[int],
+    forward_only_stages: frozenset[int] | None,
     share_links: bool,
 ) -> tuple[TaskGraph, TaskTimes]:
     if schedules is None:

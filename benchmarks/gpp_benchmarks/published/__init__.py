@@ -2,6 +2,7 @@
 
     zero-bubble   Qi et al., Tables 5 and 9: all times are given; 1F1B, ZB-1p, ZB-2p and interleaved 1F1B
     optimus       ViT-22B + GPT-175B on 1,536 to 3,072 GPUs, ViT-3B + GPT-11B on 8: an encoder colocated or not
+    nccl          bus bandwidths of collectives by nccl-tests, 8 to 40 GPUs, on the shipped clusters
     models        Llama 3 405B under torchtitan (interleaved over 1F1B), MT-NLG 530B on 2,240 to 3,360 GPUs
 
 Every row has the published number, ours and the error: of rates and shares the difference, of others the relative one.
@@ -19,6 +20,7 @@ from typing import Any
 
 from gpp_benchmarks._options import add_choices
 from gpp_benchmarks.published._language_models import language_model_rows
+from gpp_benchmarks.published._nccl import nccl_rows
 from gpp_benchmarks.published._optimus import optimus_rows
 from gpp_benchmarks.published._rows import FITTED, Row, count_within, format_rows, held_out_error
 from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
@@ -28,6 +30,7 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "zero-bubble": zero_bubble_rows,
     "optimus": optimus_rows,
     "models": language_model_rows,
+    "nccl": nccl_rows,
 }
 OTHERS = {
     "Charon": 0.0535,

@@ -451,5 +451,4 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
 def _sum_us(stage: Stage, costs: CostModel) -> float:
     """Return the microseconds of tensor sums in a forward and a backward of a stage."""
     own, local = costs.on(stage), stage.local_batch_size
-    forward = 0.0 if own.sums is None else own.sums[0] + own.sums[1] * local
-    return float((forward + own.backward_sums(local))[own.indices(stage.blocks)].sum())
+    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())

@@ -93,6 +93,10 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         )
     if any(link.span % width and width % link.span for link in cluster.links):
         return None
+    # Of micro-batches of 16 and 8 on ranks 0 and 1, samples 4 to 7 are rank 0's, then rank 1's: they travel.
+    for src, dst in ((plan.stages[edge.src], plan.stages[edge.dst]) for edge in plan.edges):
+        if src.local_batch_size != dst.local_batch_size and not set(src.ranks).isdisjoint(dst.ranks):
+            return None
     # a level of fewer ranks than are one now joins none any more
     links = tuple(
         dataclasses.replace(link, span=link.span // width) for link in cluster.links if link.span % width == 0

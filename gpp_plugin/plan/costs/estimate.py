@@ -380,7 +380,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         zero_stage=costs.zero_stage,
         step_us=ends[-1],
         compute_us=busy_us - sums_us,
-        bubble_us=max(ends[0] - busy_us, 0.0),
+        bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
         message_us=message_us,
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),

@@ -212,7 +212,7 @@ def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
         for way, us in (("F", stage.forward_us), ("B", stage.backward_us))
     }
     ends = _play(orders, took, _messages(plan), cluster)
-    return max(max(ends[rank] for rank in rows_of(stage)) + _ring_us(stage, cluster) for stage in plan.stages)
+    return max(max(ends[rank] for rank in rows_of(stage)) + ring_us(stage, cluster) for stage in plan.stages)
 
 
 def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
@@ -323,7 +323,7 @@ def _link(cluster: Cluster, rank: int, other: int) -> Link:
     return next(together, cluster.links[-1])
 
 
-def _ring_us(stage: Stage, cluster: Cluster) -> float:
+def ring_us(stage: Stage, cluster: Cluster) -> float:
     """Return the all-reduce of a stage's gradients: 2 (d - 1) steps of a d-th of them."""
     rows = rows_of(stage)
     degree = len(rows)

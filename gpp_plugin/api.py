@@ -50,9 +50,9 @@ from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan, request_for
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart

@@ -42,6 +42,7 @@ from gpp_plugin.library.named_models import (
     usual_loss_unit,
 )
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.baselines.data_parallel import settled
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
 from gpp_plugin.plan.costs.cost_model import gather_times
@@ -49,7 +50,7 @@ from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_brea
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan
-from gpp_plugin.plan.registry import make_plan, request_for
+from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_for
@@ -185,7 +186,9 @@ def make_request(
             mini_batch=mini_batch,
             loss_unit=loss_unit,
             micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
-            zero_stage=config.zero_stage,
+            zero_stage=config.zero,
+            # a loss that compares samples is of the whole mini-batch
+            is_unit_open=config.loss_unit is None and loss_unit < mini_batch,
         )
 
 
@@ -208,8 +211,8 @@ def plan_for(
         return share_ranks(made, request, schedule=schedule)
 
     with use_names(ARGUMENT_NAMES):
-        made = plan_beside_messages(request, make)
-        return with_breakdown(note_edge_transports(made, p2p), request)
+        made = plan_open(planner, request, lambda wanted: plan_beside_messages(wanted, make))
+        return with_breakdown(note_edge_transports(made, p2p), settled(request, made))
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:

@@ -460,7 +460,7 @@ def test_every_key_can_be_set_on_the_command_line():
         ("micro_batch_sizes", "loss=full,*=4", {"loss": "full", "*": 4}), ("lengths.typical", "8,4", [8, 4]),
         ("tensor_parallel", "model.text=2", {"model.text": 2}), ("eager", "layers.*.router", ["layers.*.router"]),
         ("backends", '["torch", "inductor"]', ["torch", "inductor"]), ("compile", "true", True), ("plan", "null", None),
-        ("cluster", '{"name": "x"}', {"name": "x"}), ("slicing", "off", "off"), ("zero_stage", "2", 2),
+        ("cluster", '{"name": "x"}', {"name": "x"}), ("slicing", "off", "off"), ("zero", "2", 2), ("zero", "auto", "auto"),
     ],
 )  # fmt: skip
 def test_values_on_a_command_line(path, text, value):

@@ -19,8 +19,8 @@ from gpp_plugin.commands.command_parser import (
     plan_keys,
     read_sizes,
 )
-from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
-from gpp_plugin.compare.simulated import simulate_mode, simulated_row
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK
+from gpp_plugin.compare.simulated import plain_line, simulate_mode, simulated_row
 from gpp_plugin.config.block import PlanOptions
 from gpp_plugin.config.key_names import name_of, place_of, use_names
 from gpp_plugin.config.reader import read_options
@@ -30,6 +30,7 @@ from gpp_plugin.ir.serialize import fingerprint, output_path, to_plain
 from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.library.named_models import config_names, config_path, layer_shape
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.baselines.data_parallel import PLAIN as PLAIN_PLANNER
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
@@ -58,11 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_size(parser)
     parser.add_argument(
         "--against",
-        type=list_of([STOCK, CHAIN, "none"]),
+        type=list_of([PLAIN, STOCK, CHAIN, "none"]),
         metavar="A,...",
-        help=f"baselines, simulated: {STOCK}, DeepSpeed's own 1F1B; {CHAIN}, the best that our planner makes of the "
-        f"model in a line; or none ({STOCK},{CHAIN}; without {CHAIN} where planning has taken longer than "
-        f"{LONG_SECONDS:g} s)",
+        help=f"baselines, simulated: {PLAIN}, data parallelism without a pipeline, of any ZeRO stage; {STOCK}, "
+        f"DeepSpeed's own 1F1B; {CHAIN}, the best that our planner makes of the model in a line; or none "
+        f"({PLAIN},{STOCK},{CHAIN}; without {CHAIN} where planning has taken longer than {LONG_SECONDS:g} s)",
     )
     parser.add_argument(
         "--on-paper",
@@ -102,6 +103,8 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         plan = plan_for(request, **plan_choices(options))
     seconds = time.perf_counter() - start
     against, lines = _against(args.against, options, request, plan, seconds)
+    if first := plain_line(against):
+        print(fill_text(first) + "\n")
     print(format_plan(plan, width=columns_of(args)))
     if lines:
         print("\n" + "\n".join(lines))
@@ -110,7 +113,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
     parts = plan.memory
     if args.memory_report:
         print(f"\n{format_breakdown(parts)}")
-        for line in memory_advice(plan, zero_stage=options.zero_stage, allowed=request.memory_optimization):
+        for line in memory_advice(plan, zero_stage=plan.zero_stage, allowed=request.memory_optimization):
             print(fill_text(printable(line), indent="  "))
     papers = [] if layer is None else _on_paper(layer, request)
     # 64 samples in 80,000 us are 800 a second.
@@ -189,7 +192,7 @@ def _against(
     has_chain = options.planner in CHAINED
     is_long = modes is None and has_chain and seconds > LONG_SECONDS
     if modes is None:
-        modes = [STOCK] if is_long or not has_chain else [STOCK, CHAIN]
+        modes = [PLAIN, STOCK] if is_long or not has_chain else [PLAIN, STOCK, CHAIN]
     modes = [mode for mode in modes if mode != "none"]
     if not modes:
         return [], []
@@ -211,7 +214,7 @@ def _against(
         fill_text(f"{row['mode']} cannot run this: {row['refused']}") for row in rows if "refused" in row
     ]
     if is_long:
-        lines.append(f"(the best chain takes as long to plan again: --against {STOCK},{CHAIN})")
+        lines.append(f"(the best chain takes as long to plan again: --against {PLAIN},{STOCK},{CHAIN})")
     return rows, lines
 
 
@@ -220,7 +223,12 @@ def format_against(rows: Sequence[dict[str, Any]]) -> str:
     us = rows[-1]["iteration_ms"]
     lines = []
     for row in rows:
-        name = {STOCK: "stock DeepSpeed 1F1B", CHAIN: "the best chain", GRAPH: "this plan"}[row["mode"]]
+        name = {
+            PLAIN: row.get("what") or PLAIN_PLANNER,
+            STOCK: "stock DeepSpeed 1F1B",
+            CHAIN: "the best chain",
+            GRAPH: "this plan",
+        }[row["mode"]]
         if "refused" in row:
             lines.append([name, *["-"] * 4])
             continue

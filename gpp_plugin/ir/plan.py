@@ -16,7 +16,7 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import SampleRange, TensorSpec
-from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -353,6 +353,7 @@ class PipelinePlan:
         losses: names of the stages that yield a loss; empty (plans of older releases, plans of delays alone): those
             that no other stage reads from.
         vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
+        zero_stage: of DeepSpeed's ZeRO, which times and memory are of.
     """
 
     model: str
@@ -369,6 +370,7 @@ class PipelinePlan:
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
+    zero_stage: ZeroStage = 0
 
     def edge_name(self, edge: int) -> str:
         """Return how an edge is called, by its stages: ``vision -> loss``."""

@@ -221,7 +221,7 @@ def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: in
     if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
         return f"lower {name_of('micro_batch_sizes')}"
     if request.zero_stage < 1 and stage.degree > 1:
-        return f"write {setting_of('zero_stage', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
+        return f"write {setting_of('zero', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
     return f"add ranks (now {request.num_ranks}) or stages, or raise {name_of('memory.limit_gb')}"
 
 
@@ -428,7 +428,7 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
     most = 0 if request.num_ranks == 1 else 2 if request.mode == "async" else 3
     for stage in range(request.zero_stage + 1, most + 1):
         if has_plan(dataclasses.replace(request, zero_stage=stage)):
-            yield setting_of("zero_stage", stage)
+            yield setting_of("zero", stage)
             break
     if request.num_stages is not None and has_plan(dataclasses.replace(request, num_stages=None)):
         yield "stages left to the planner"

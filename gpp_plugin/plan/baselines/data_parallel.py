@@ -1,0 +1,193 @@
+"""Plain data parallelism: the whole model as one stage on all ranks, what every plan is held against.
+
+Nothing is pipelined. Ranks divide the samples, or groups of tensor ranks do; ZeRO shares out optimizer state, gradients
+and parameters among them. It is the first candidate of every search, and the first row of every comparison.
+
+A loss over all samples of a mini-batch (CLIP's) has no such plan on several ranks. Its users gather the features of all
+ranks instead, and compute the loss of the mini-batch on each (`gathered_features`): that is estimated, not run here.
+
+Source: ZeRO (arXiv 1910.02054), section 5; CLIP (arXiv 2103.00020), section 2.4, on gathered features
+Tests: tests/plan/test_data_parallel.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
+from gpp_plugin.plan.request import (
+    BatchRules,
+    PlanRequest,
+    batch_rules,
+    coupled_blocks,
+    one_stage_a_rank,
+    usual_sizes,
+)
+from gpp_plugin.plan.selection import best_optimized, best_plan, memory_excess
+
+PLAIN = "plain data parallel"
+
+
+def plain_stages(request: PlanRequest, rules: BatchRules) -> Iterator[tuple[StageDraft]]:
+    """Yield the ways to run the whole model as one stage: its tensor sizes, and micro-batches of all sizes."""
+    if request.num_stages not in (None, 1) or request.must_share_ranks:
+        return
+    blocks = tuple(block.name for block in request.graph.blocks)
+    for tensor in rules.tensors.allowed(blocks):
+        degree, rest = divmod(request.num_ranks, tensor)
+        if rest or request.data_parallel not in (None, degree):
+            continue
+        for size in rules.sizes(blocks, degree):
+            yield (StageDraft(blocks=blocks, degree=degree, micro_batch_size=size, tensor=tensor),)
+
+
+def plain_candidates(refiner: Refiner) -> list[Candidate]:
+    """Return the best candidate of one stage that fits, if any: with which a search begins."""
+    drafts = plain_stages(refiner.request, refiner.rules)
+    found = [refiner.from_drafts(each, each[0].micro_batch_size) for each in drafts]
+    return sorted((each for each in found if each.score[0] == 0), key=lambda each: each.score)[:1]
+
+
+def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
+    """Return the plans of one stage that fit, the quickest of each ZeRO stage and loss unit that are open; best first.
+
+    Where none fits as it is, those that fit by what the request allows for memory.
+    """
+    settled = [
+        dataclasses.replace(
+            request, zero_stage=stage, loss_unit=unit, is_zero_open=False, is_unit_open=False, num_stages=1
+        )
+        for stage, unit in itertools.product(zero_stages(request), loss_units(request))
+    ]
+    for is_fitted in (False, True) if request.memory_optimization else (False,):
+        plans = [plan for each in settled if (plan := _plain_plan(each, is_fitted)) is not None]
+        if plans:
+            # of equals the one that holds least, then the one with most samples a loss: nearest to a plain script
+            return sorted(plans, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
+    return []
+
+
+def _plain_plan(request: PlanRequest, is_fitted: bool) -> PipelinePlan | None:
+    """Return the quickest plan of one stage that fits as it is, or with memory optimization; None where none does."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    choose = best_optimized if is_fitted else best_plan
+    return choose(request, costs, plain_stages(request, batch_rules(request)), planner=PLAIN)
+
+
+def zero_stages(request: PlanRequest) -> tuple[int, ...]:
+    """Return the ZeRO stages that a plan may have."""
+    if not request.is_zero_open:
+        return (request.zero_stage,)
+    # 0 takes as long as 1 and holds more; on one rank there is nothing to share out
+    return (0,) if request.num_ranks == 1 else (1, 2) if request.mode == "async" else (1, 2, 3)
+
+
+def loss_units(request: PlanRequest) -> list[int]:
+    """Return the loss units with which a step's loss is the same: the request's, or all where it may be any.
+
+    A loss without coupled blocks is a sum over samples. One that is a mean over what it is given may have any unit
+    where nobody said one.
+    """
+    if request.is_unit_open or (request.mode == "sync" and not coupled_blocks(request.graph)):
+        return usual_sizes(request)
+    return [request.loss_unit]
+
+
+def settled(request: PlanRequest, plan: PipelinePlan) -> PlanRequest:
+    """Return the request with what it left open as the plan has it."""
+    return dataclasses.replace(
+        request,
+        zero_stage=plan.zero_stage,
+        loss_unit=plan.loss_unit,
+        is_zero_open=False,
+        is_unit_open=False,
+    )
+
+
+def best_plain(request: PlanRequest) -> PipelinePlan:
+    """Return the quickest plain plan there is, of any ZeRO stage, tensor size and loss unit, recomputing by need.
+
+    Of a loss that compares samples across ranks it is the estimate with gathered features.
+
+    Raises:
+        PlanInfeasible: the model fits on no rank, or samples cannot be shared out.
+    """
+    free = dataclasses.replace(
+        one_stage_a_rank(request),
+        num_stages=None,
+        data_parallel=None,
+        micro_batch_sizes=None,
+        keep_units=False,
+        schedule="1f1b",
+        tensor_parallel=None,
+        is_zero_open=True,
+        memory_optimization=tuple(dict.fromkeys((*request.memory_optimization, "recompute"))),
+    )
+    found = plain_plans(free)[:1] or [
+        plan
+        for stage in zero_stages(free)
+        if (plan := gathered_features(dataclasses.replace(free, zero_stage=stage)))
+    ]
+    if not found:
+        raise PlanInfeasible(
+            f"the model as one stage on {request.num_ranks} ranks does not fit, or they cannot share out loss units of "
+            f"{request.loss_unit} samples"
+        )
+    return next((plan for plan in found if memory_excess(request, plan)[0] <= 0), found[-1])
+
+
+def describe_plain(plan: PipelinePlan) -> str:
+    """Return what a plan of one stage is: ``plain data parallel, ZeRO 1, tensor 2, recompute``."""
+    (stage,) = plan.stages
+    memory = stage.memory
+    parts = [
+        plan.planner if plan.planner.startswith(PLAIN) else PLAIN,
+        f"ZeRO {plan.zero_stage}",
+        *([f"tensor {stage.tensor}"] if stage.tensor > 1 else []),
+        *(["recompute"] if memory is not None and memory.recomputed else []),
+        *(["swap"] if memory is not None and memory.swapped else []),
+    ]
+    return ", ".join(parts)
+
+
+def gathered_features(request: PlanRequest) -> PipelinePlan | None:
+    """Return an estimate of data parallelism with gathered features; None where the loss compares no samples.
+
+    Each rank runs all blocks but those of the loss on its samples. What these read is gathered from all ranks, and its
+    gradients are summed; each rank computes the loss of the whole unit. No plan of this package does so.
+    """
+    coupled, unit = coupled_blocks(request.graph), request.loss_unit
+    if not coupled or request.num_ranks == 1 or unit % request.num_ranks:
+        return None
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    blocks = tuple(block.name for block in request.graph.blocks)
+    draft = StageDraft(blocks=blocks, degree=request.num_ranks, micro_batch_size=unit)
+    plan = build_plan(request, [draft], planner=f"{PLAIN}, gathered features", costs=costs)
+    (stage,) = plan.stages
+    rows, local = costs.indices(sorted(coupled)), unit / request.num_ranks
+    whole, own = costs.stage_times(rows, unit), costs.stage_times(rows, local)
+    read = {
+        name: request.graph.tensors[name]
+        for edge in request.graph.edges
+        if edge.dst in coupled and edge.src not in coupled
+        for name in edge.tensors
+    }
+    gathered = sum(spec.bytes_for(unit) for spec in read.values())
+    # an all-gather of features there and a reduce-scatter of their gradients back are an all-reduce
+    half_us = costs.all_reduce_us(gathered, stage.ranks) / 2
+    held = costs.group_saved_bytes(rows, unit) - costs.group_saved_bytes(rows, local) + gathered
+    stage = dataclasses.replace(
+        stage,
+        forward_us=stage.forward_us + whole[0] - own[0] + half_us,
+        backward_us=stage.backward_us + whole[1] - own[1] + half_us,
+        memory_bytes=stage.memory_bytes + round(held),
+    )
+    plan = dataclasses.replace(plan, stages=(stage,))
+    return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))

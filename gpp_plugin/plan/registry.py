@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 
@@ -113,9 +114,16 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
             problem = problem or error
     best = min(plans, key=lambda plan: plan.iteration_us, default=None)
     if plain and (best is None or plain[0].iteration_us < best.iteration_us * (1 - 1e-9)):
-        own = settled(request, plain[0])
-        validate_for(plain[0], own)
-        return complete_plan(dataclasses.replace(plain[0], planner=name), own.graph, own.profile)
+        (stage,) = plain[0].stages
+        with contextlib.suppress(PlanInfeasible):  # of what else a job says of stages
+            return make(
+                dataclasses.replace(
+                    settled(request, plain[0]),
+                    num_stages=1,
+                    micro_batch_sizes={"*": stage.micro_batch_size},
+                    tensor_parallel=request.tensor_parallel if stage.tensor == 1 else stage.tensor,
+                )
+            )
     if best is None:
         assert problem is not None
         raise problem

@@ -74,7 +74,10 @@ def test_compare_takes_the_options_of_plans(capsys):
     assert main(["compare", *arguments, "--modes", "plain,graph"]) == 0
     (first, *_) = compared = capsys.readouterr().out.splitlines()
     assert first.startswith("plain data parallel, ZeRO ")
-    assert "--zero auto --memory recompute --tensor-parallel auto" in compared[-1] or "gains little" in compared[-1]
+    assert (
+        "--zero auto --memory recompute --tensor-parallel auto" in compared[-1]
+        or "gains little" in compared[-1]
+    )
     assert main(["plan", *arguments, "--against", "plain"]) == 0
     assert capsys.readouterr().out.splitlines()[0] == first
 

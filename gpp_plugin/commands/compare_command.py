@@ -413,6 +413,7 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
         )
         lines.append(f"parameters and buffers, by rank: {_by_rank(ran, 'parameter_bytes_by_rank')}")
     for row in ran:
+        lines += [f"{row['mode']}: {row['what']}"] if row.get("what") else []
         lines += [f"{row['mode']}: {note}" for note in row["notes"]]
         if not row.get("fits", True):
             lines.append(

@@ -222,9 +222,10 @@ def format_against(rows: Sequence[dict[str, Any]]) -> str:
     """Return the table of simulated modes, this plan last: how many times as fast it is as each."""
     us = rows[-1]["iteration_ms"]
     lines = []
-    for row in rows:
+    shown = (row for mode in rows for row in (mode, mode.get("open")) if row is not None)
+    for row in shown:
         name = {
-            PLAIN: row.get("what") or PLAIN_PLANNER,
+            PLAIN: (row.get("what") or PLAIN_PLANNER) + (f" (with {row['with']})" if row.get("with") else ""),
             STOCK: "stock DeepSpeed 1F1B",
             CHAIN: "the best chain",
             GRAPH: "this plan",

@@ -337,6 +337,21 @@ class StageEdge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another plan that was found beside the one that is taken: longer, with less memory or fewer stages.
+
+    Args:
+        iteration_us: as its planner evaluates it, before schedules are tried.
+        peak_bytes: of the fullest rank.
+    """
+
+    num_stages: Count
+    iteration_us: Micros
+    peak_bytes: Bytes
+    zero_stage: ZeroStage = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Stages in a topological order, all edges between them, and how a mini-batch is cut.
 
@@ -354,6 +369,7 @@ class PipelinePlan:
             that no other stage reads from.
         vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
         zero_stage: of DeepSpeed's ZeRO, which times and memory are of.
+        alternatives: what one may choose instead, by increasing time.
     """
 
     model: str
@@ -371,6 +387,7 @@ class PipelinePlan:
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
     zero_stage: ZeroStage = 0
+    alternatives: tuple[Alternative, ...] = ()
 
     def edge_name(self, edge: int) -> str:
         """Return how an edge is called, by its stages: ``vision -> loss``."""

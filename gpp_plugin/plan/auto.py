@@ -24,7 +24,7 @@ from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
-from gpp_plugin.plan.selection import best_evaluated, join_memory
+from gpp_plugin.plan.selection import best_evaluated, join_memory, with_alternatives
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
 
@@ -221,6 +221,7 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     if plan is None:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
     _note_rejected(baselines, plan, report)
+    plan = with_alternatives(plan, request, costs, candidates)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 

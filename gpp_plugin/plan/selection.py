@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage, rank_bytes, sinks_first
+from gpp_plugin.ir.plan import Alternative, PipelinePlan, Stage, rank_bytes, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
@@ -368,6 +368,54 @@ def best_evaluated(
         if best is None or (plan.iteration_us, plan.depth) < (best.iteration_us * (1 - 1e-9), best.depth):
             best = plan
     return best
+
+
+NUM_WEIGHED = 48
+"""Candidates whose memory is worked out for `with_alternatives`; the best ones of each number of stages."""
+MOST_ALTERNATIVES = 3
+LESS_MEMORY = 0.9
+FEWER_STAGES = 0.5
+MOST_LONGER = 1.5
+"""A longer plan is an alternative where it needs at most this part of each shorter one's memory, or of its stages, and
+is not that many times longer."""
+
+
+def with_alternatives(
+    plan: PipelinePlan, request: PlanRequest, costs: CostModel, candidates: Sequence[Candidate]
+) -> PipelinePlan:
+    """Return the plan that says which candidates need much less memory, or stages, for how much more time."""
+    # Stages, ms, GiB of candidates          kept beside the plan (3, 143, 41)
+    #     8, 156, 18     4, 173, 11          8: 156, 18 and 4: 173, 11
+    #     8, 160, 17     1, 150, 50          not 8: 160, 17, hardly less; 1: 150, 50, as it has far fewer stages
+    by_count: dict[int, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda each: each.score):
+        if candidate.score[0] == 0:
+            by_count.setdefault(len(candidate.drafts), []).append(candidate)
+    found = []
+    for own in by_count.values():
+        for candidate in own[: max(1, NUM_WEIGHED // len(by_count))]:
+            other = build_plan(request, candidate.drafts, planner="", costs=costs, is_named=False)
+            if memory_excess(request, other)[0] <= 0:
+                found.append((candidate.score[1], len(other.stages), _peak_bytes(other), other))
+    kept = [(len(plan.stages), _peak_bytes(plan))]
+    alternatives = []
+    for _, count, peak, other in sorted(found, key=lambda each: each[:3]):
+        if any(count > FEWER_STAGES * stages and peak > LESS_MEMORY * most for stages, most in kept):
+            continue
+        us = evaluate_us(other, costs)
+        if us > MOST_LONGER * plan.iteration_us:
+            continue
+        kept.append((count, peak))
+        alternatives.append(
+            Alternative(num_stages=count, iteration_us=us, peak_bytes=peak, zero_stage=request.zero_stage)
+        )
+        if len(alternatives) == MOST_ALTERNATIVES:
+            break
+    return dataclasses.replace(plan, alternatives=tuple(sorted(alternatives, key=lambda a: a.iteration_us)))
+
+
+def _peak_bytes(plan: PipelinePlan) -> int:
+    return max(stage.memory_bytes for stage in plan.stages)
 
 
 # The configuration nearest to a request that no plan fits: found by planning, not by rule of thumb.

@@ -8,8 +8,10 @@ import random
 import pytest
 
 from gpp_plugin.api import plan_for
+from gpp_plugin.commands.plan_command import format_against
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK
 from gpp_plugin.compare.simulated import best_stock, plain_line, simulate_mode, simulated_row
+from gpp_plugin.config.key_names import ARGUMENT_NAMES, use_names
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.plan.baselines.data_parallel import (
     best_plain,
@@ -67,9 +69,8 @@ def test_what_fits_under_no_other_stage_is_found_under_zero_3():
     request = make_request(
         graph, profile, ranks=2, num_stages=1, memory_limit_bytes=240 * MB, is_zero_open=True
     )
-    for stage in (0,):
-        with pytest.raises(PlanInfeasible):
-            plan_for(dataclasses.replace(request, zero_stage=stage, is_zero_open=False))
+    with pytest.raises(PlanInfeasible):
+        plan_for(dataclasses.replace(request, is_zero_open=False))
     plan = plan_for(request)
     assert plan.zero_stage > 0 and plan.stages[0].memory_bytes <= 240 * MB
 
@@ -101,11 +102,6 @@ def test_without_blocks_that_mix_samples_stock_is_held_to_no_loss_unit():
     assert best_stock(request).iteration_us < make_plan("stock_1f1b", request).iteration_us
 
 
-def test_stock_recomputes_where_nothing_fits_without(monkeypatch):
-    request = make_request(chain(6), ranks=2, zero_stage=0)
-    assert best_stock(request).zero_stage == 1
-
-
 def test_a_loss_that_compares_samples_has_an_estimate_with_gathered_features():
     graph = branches(2, 2)
     coupled = tuple(dataclasses.replace(b, is_coupled=b.name == "join") for b in graph.blocks)
@@ -119,28 +115,63 @@ def test_a_loss_that_compares_samples_has_an_estimate_with_gathered_features():
     assert row["how"] == "estimated" and row["what"].startswith("plain data parallel, gathered features")
     # a plan of ours need not be as quick: it keeps the loss on its rank
     graph_row = simulated_row(GRAPH, plan_for(request), request)
-    assert plain_line([row, graph_row]).startswith("plain data parallel, gathered features, ZeRO 1: ")
+    assert plain_line([row, graph_row]).startswith("plain data parallel, gathered features, ZeRO 0: ")
 
 
 def test_the_first_line_says_what_plain_data_parallelism_takes():
     request = drawn(0, is_zero_open=True)
     plain = simulate_mode(PLAIN, request, plan_for)
     alone = simulated_row(GRAPH, plain_plans(request)[0], request)
-    assert plain_line([plain, alone]).endswith("no pipeline; no other plan that was found is shorter")
+    assert plain_line([plain, alone]).endswith("; no pipeline: no other plan that was found is shorter")
     slower = dataclasses.replace(make_plan("uniform", drawn(0, num_stages=2)), iteration_us=1e6)
     line = plain_line([plain, simulated_row(GRAPH, slower, request)])
     assert line.startswith("plain data parallel, ZeRO ") and "; this plan, 2 stages: 1000 ms, " in line
     assert plain_line([simulate_mode(STOCK, request, plan_for)]) == ""
 
 
-def test_the_row_is_of_any_stage_whatever_the_plan_is_held_to():
-    """An absent stage stays 0, and the row says what another would give."""
+def test_a_row_of_its_own_says_what_another_stage_would_give():
+    """An absent stage stays 0; so do tensor ranks and recompute that nobody allowed."""
+    graph = chain(4)
+    costs = [
+        dataclasses.replace(cost, parameter_bytes=MB, gradient_bytes=MB, optimizer_bytes=100 * MB)
+        for cost in make_profile(graph).costs
+    ]
+    profile = dataclasses.replace(make_profile(graph), costs=tuple(costs))
+    request = make_request(graph, profile, ranks=2, memory_limit_bytes=250 * MB)
+    with pytest.raises(PlanInfeasible, match="under ZeRO 0 does not fit"):
+        best_plain(request)
+    row = simulate_mode(PLAIN, request, plan_for)
+    assert "refused" in row and row["open"]["what"] == "plain data parallel, ZeRO 1"
+    rows = [row, simulated_row(GRAPH, plan_for(request), request)]
+    line = plain_line(rows)
+    assert line.startswith("plain data parallel, ZeRO 1: ") and "; this plan, 2 stages: " in line
+    with use_names(ARGUMENT_NAMES):
+        row = simulate_mode(PLAIN, request, plan_for)
+    assert row["open"]["with"] == "zero_stage=1"
+    assert "plain data parallel, ZeRO 1 (with zero_stage=1)" in format_against([row, rows[1]])
+    # with the stage left open it is the plan
+    assert "open" not in simulate_mode(PLAIN, dataclasses.replace(request, is_zero_open=True), plan_for)
+
+
+def test_what_is_said_of_stages_does_not_hold_for_the_row():
     request = dataclasses.replace(drawn(1, num_stages=2), micro_batch_sizes={"*": 4})
     plan = best_plain(request)
-    assert plan.zero_stage >= 1 and len(plan.stages) == 1
-    assert describe_plain(plan).startswith(f"plain data parallel, ZeRO {plan.zero_stage}")
-    with pytest.raises(PlanInfeasible, match="as one stage on 4 ranks does not fit"):
-        best_plain(dataclasses.replace(request, memory_limit_bytes=1))
+    assert plan.zero_stage == 0 and len(plan.stages) == 1
+    assert describe_plain(plan).startswith("plain data parallel, ZeRO 0")
+
+
+def test_alternatives_need_less_memory_or_stages_for_more_time():
+    found = 0
+    for seed in range(6):
+        plan = plan_for(drawn(seed))
+        shown = [(len(plan.stages), max(stage.memory_bytes for stage in plan.stages), 0.0)]
+        shown += [(each.num_stages, each.peak_bytes, each.iteration_us) for each in plan.alternatives]
+        assert [us for *_, us in shown[1:]] == sorted(us for *_, us in shown[1:])
+        for at, (count, peak, us) in enumerate(shown[1:], start=1):
+            found += 1
+            assert us <= 1.5 * plan.iteration_us * 1.05
+            assert all(peak < most or count < stages for stages, most, _ in shown[:at])
+    assert found > 2
 
 
 def test_the_best_chain_may_be_plain_too():

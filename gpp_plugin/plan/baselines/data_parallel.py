@@ -16,6 +16,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterator
 
+from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -33,6 +34,8 @@ from gpp_plugin.plan.request import (
 from gpp_plugin.plan.selection import best_optimized, best_plan, memory_excess
 
 PLAIN = "plain data parallel"
+LEAST_GAIN = 1e-3
+"""By which part a plan that the request does not allow must be quicker to be shown."""
 
 
 def plain_stages(request: PlanRequest, rules: BatchRules) -> Iterator[tuple[StageDraft]]:
@@ -60,14 +63,16 @@ def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
 
     Where none fits as it is, those that fit by what the request allows for memory.
     """
-    settled = [
+    # without blocks that mix samples a stage has micro-batches of any size, whatever the loss unit
+    units = loss_units(request) if request.is_unit_open else [request.loss_unit]
+    closed = [
         dataclasses.replace(
             request, zero_stage=stage, loss_unit=unit, is_zero_open=False, is_unit_open=False, num_stages=1
         )
-        for stage, unit in itertools.product(zero_stages(request), loss_units(request))
+        for stage, unit in itertools.product(zero_stages(request), units)
     ]
     for is_fitted in (False, True) if request.memory_optimization else (False,):
-        plans = [plan for each in settled if (plan := _plain_plan(each, is_fitted)) is not None]
+        plans = [plan for each in closed if (plan := _plain_plan(each, is_fitted)) is not None]
         if plans:
             # of equals the one that holds least, then the one with most samples a loss: nearest to a plain script
             return sorted(plans, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
@@ -112,35 +117,59 @@ def settled(request: PlanRequest, plan: PipelinePlan) -> PlanRequest:
 
 
 def best_plain(request: PlanRequest) -> PipelinePlan:
-    """Return the quickest plain plan there is, of any ZeRO stage, tensor size and loss unit, recomputing by need.
+    """Return the quickest plain plan, whatever the request says of stages and micro-batches.
 
     Of a loss that compares samples across ranks it is the estimate with gathered features.
 
     Raises:
         PlanInfeasible: the model fits on no rank, or samples cannot be shared out.
     """
-    free = dataclasses.replace(
+    own = dataclasses.replace(
         one_stage_a_rank(request),
         num_stages=None,
         data_parallel=None,
         micro_batch_sizes=None,
         keep_units=False,
         schedule="1f1b",
-        tensor_parallel=None,
-        is_zero_open=True,
-        memory_optimization=tuple(dict.fromkeys((*request.memory_optimization, "recompute"))),
     )
-    found = plain_plans(free)[:1] or [
-        plan
-        for stage in zero_stages(free)
-        if (plan := gathered_features(dataclasses.replace(free, zero_stage=stage)))
-    ]
+    closed = [dataclasses.replace(own, zero_stage=stage) for stage in zero_stages(own)]
+    gathered = [plan for each in closed if (plan := gathered_features(each)) is not None]
+    fitting = [plan for plan in gathered if memory_excess(request, plan)[0] <= 0]
+    found = plain_plans(own)[:1] or fitting or gathered[-1:]
     if not found:
         raise PlanInfeasible(
-            f"the model as one stage on {request.num_ranks} ranks does not fit, or they cannot share out loss units of "
-            f"{request.loss_unit} samples"
+            f"the whole model under ZeRO {zero_stages(own)[-1]} does not fit on a rank, or {request.num_ranks} ranks "
+            f"cannot share out loss units of {request.loss_unit} samples"
         )
-    return next((plan for plan in found if memory_excess(request, plan)[0] <= 0), found[-1])
+    return found[0]
+
+
+def better_plain(request: PlanRequest, best_us: float) -> tuple[PipelinePlan, str] | None:
+    """Return a plain plan quicker than ``best_us`` that the request does not allow, and what would, or None.
+
+    It may be of any ZeRO stage, have tensor ranks, and recompute by need.
+    """
+    free = dataclasses.replace(
+        request,
+        is_zero_open=True,
+        tensor_parallel=None,
+        memory_optimization=tuple(dict.fromkeys((*request.memory_optimization, "recompute"))),
+    )
+    try:
+        plan = best_plain(free)
+    except PlanInfeasible:
+        return None
+    (stage,) = plan.stages
+    if plan.iteration_us >= best_us * (1 - LEAST_GAIN):
+        return None
+    settings = []
+    if not request.is_zero_open and plan.zero_stage != request.zero_stage:
+        settings.append(setting_of("zero", plan.zero_stage))
+    if request.tensor_parallel is not None and stage.tensor > 1:
+        settings.append(setting_of("tensor_parallel", stage.tensor))
+    if stage.memory is not None and "recompute" not in request.memory_optimization:
+        settings.append(setting_of("memory.recompute", "auto"))
+    return plan, " ".join(settings)
 
 
 def describe_plain(plan: PipelinePlan) -> str:

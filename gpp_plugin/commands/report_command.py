@@ -40,7 +40,9 @@ from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.figure import Figure, draw_stage_graph, figure_png, figure_svg, stack_figures
 from gpp_plugin.report.plan_text import (
     breakdown_table,
+    cost_object,
     format_breakdown,
+    format_cost,
     format_memory,
     format_plan,
     format_saved_in_flight,
@@ -139,7 +141,9 @@ def _show_plan(plan: PipelinePlan, width: int) -> dict[str, Any]:
         "depth": plan.depth,
         "num_ranks": plan.num_ranks,
         "plan": fingerprint(plan),
+        "iteration_us": plan.iteration_us,
         "memory": [{**to_plain(part), "total": part.total} for part in plan.memory],
+        "cost": cost_object(plan),
     }
 
 
@@ -318,7 +322,12 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
         f'<div class="scroll whole">{figure_svg(draw_stage_graph(plan))}</div>',
         _table(*stage_table(plan)),
     ]
-    extra = [format_memory(plan), format_shared_ranks(plan), format_saved_in_flight(plan)]
+    extra = [
+        format_cost(plan),
+        format_memory(plan),
+        format_shared_ranks(plan),
+        format_saved_in_flight(plan),
+    ]
     parts += [f'<p class="note">{escape(line)}</p>' for text in extra for line in text.splitlines()]
     if plan.notes:  # what the planner rejected and why, what it left out, what else it notes
         rejected = [note for prefix in (REJECTED, LEFT_OUT) for note in plan.notes if note.startswith(prefix)]

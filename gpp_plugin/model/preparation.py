@@ -32,10 +32,10 @@ from gpp_plugin.ir.serialize import MAX_BYTES, read_json
 from gpp_plugin.model.graph.graph_job import GraphJob
 from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph
-from gpp_plugin.plan.baselines.data_parallel import settled
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
+from gpp_plugin.plan.costs.estimate import finished_plan
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.explicit_plan import (
     FixedStage,
     explicit_plan,
@@ -102,15 +102,15 @@ def plan_profiled(
     is_free = spec is None and fixed is None
     if spec is not None and _is_saved(spec) and request.is_zero_open:
         request = dataclasses.replace(request, zero_stage=int(spec.get("zero_stage", 0)), is_zero_open=False)
-    plan = plan_open(
-        config.planner if is_free else "",
-        request,
-        lambda wanted: plan_beside_messages(wanted, make) if is_free else make(wanted),
-    )
+
+    def finish(wanted: PlanRequest) -> PipelinePlan:
+        return finished_plan(plan_beside_messages(wanted, make) if is_free else make(wanted), wanted)
+
+    plan = plan_open(config.planner if is_free else "", request, finish)
     for note in plan.notes:
         logger.info("plan: %s", note)
     _warn_of_copies(plan, graph, state)
-    return with_breakdown(plan, settled(request, plan))
+    return plan
 
 
 def _planned(

@@ -261,7 +261,7 @@ def _note_rejected(baselines: Mapping[str, Candidate], plan: PipelinePlan, repor
         why = (
             f"needs {too_many / 2**20:.1f} MiB more than there is as it stands"
             if too_many > 0
-            else f"{step_us / 1e3:.3f} ms a step simulated as it stands, the plan {plan.iteration_us / 1e3:.3f} ms"
+            else f"{step_us / plan.iteration_us:.3f} times the step of those taken, before a schedule is chosen"
         )
         report.reject(f"stages of planner {name}", why)
 

@@ -96,7 +96,7 @@ def choose_schedule(
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
     name, chosen, time = _shortest(candidates, context, most_in_flight)
     chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
-    note = f"schedule {name}{slices}: {time:.0f} us predicted"
+    note = f"schedule {name}{slices}"
     return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
 
 
@@ -172,7 +172,7 @@ def choose_slicing(
     plan = unsliced(plan)
     unsliced_us = predict_iteration_us(plan, **context)
     chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
-    notes = (*plan.notes, f"warm-up{slices}: {time:.0f} us predicted") if slices else plan.notes
+    notes = (*plan.notes, f"warm-up{slices}") if slices else plan.notes
     return dataclasses.replace(chosen, notes=notes, iteration_us=time)
 
 
@@ -522,7 +522,7 @@ class _Chooser:
                 continue
             found = choose_slicing(fitted, slicing=self._slicing, **self._context)
             if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
-                note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
+                note = f"schedule {name}"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
         return best
 

@@ -86,19 +86,18 @@ def request_for(
 
 
 def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
-    """Return the plan of a request that may leave its ZeRO stage or its loss unit open, the shortest step of all.
+    """Return the finished plan with the shortest step of a request, which may leave its ZeRO stage or loss unit open.
 
-    Stages are searched under ZeRO 1, which takes as long as 0 and holds less, and under the stage of the best plain
-    data parallel plan where that is another; further stages where nothing fits. Loss units are searched for one stage.
+    None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes as long as 0 and holds
+    less, and under that of the best plain plan where it is another; under further ones where nothing fits. Loss units
+    are searched for plain plans alone.
 
     Args:
-        make: plans a request that leaves neither open, with planner ``name``.
+        make: makes the finished plan, by planner ``name``, of a request that leaves neither open.
 
     Raises:
         PlanInfeasible: there is no plan; the message is of the first ZeRO stage.
     """
-    if not request.is_zero_open and not request.is_unit_open:
-        return make(request)
     # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
     plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
     first, *others = zero_stages(request)
@@ -112,22 +111,22 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
             plans.append(make(closed))
         except PlanInfeasible as error:
             problem = problem or error
-    best = min(plans, key=lambda plan: plan.iteration_us, default=None)
-    if plain and (best is None or plain[0].iteration_us < best.iteration_us * (1 - 1e-9)):
-        (stage,) = plain[0].stages
+    for each in plain:
+        own, (stage_of_all,) = settled(request, each), each.stages
+        if any(plan.iteration_us <= each.iteration_us * (1 + 1e-9) for plan in plans):
+            continue
+        own = dataclasses.replace(
+            own,
+            num_stages=1,
+            micro_batch_sizes={"*": stage_of_all.micro_batch_size},
+            tensor_parallel=own.tensor_parallel if stage_of_all.tensor == 1 else stage_of_all.tensor,
+        )
         with contextlib.suppress(PlanInfeasible):  # of what else a job says of stages
-            return make(
-                dataclasses.replace(
-                    settled(request, plain[0]),
-                    num_stages=1,
-                    micro_batch_sizes={"*": stage.micro_batch_size},
-                    tensor_parallel=request.tensor_parallel if stage.tensor == 1 else stage.tensor,
-                )
-            )
-    if best is None:
+            plans.append(make(own))
+    if not plans:
         assert problem is not None
         raise problem
-    return best
+    return min(plans, key=lambda plan: plan.iteration_us)
 
 
 @paused_collector()  # it would walk the model's graphs and every stage tried again and again: they hold no circles

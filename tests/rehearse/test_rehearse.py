@@ -132,7 +132,7 @@ def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, ca
     result = json.loads(text.splitlines()[-1])
     assert result["command"] == "rehearse" and result["num_ranks"] == 2 and result["scale_time"] == 2.0
     # (4 micro-batches + 2 stages - 1) x (2 + 4) ms
-    assert result["planned_ms"] == pytest.approx(30.0)
+    assert result["delays_ms"] == pytest.approx(30.0)
     assert result["iteration_ms"] >= 30.0
     assert result["fastest_ms"] <= result["iteration_ms"] <= result["slowest_ms"]
     assert [row["stage"] for row in result["rows"]] == ["stage0", "loss"]

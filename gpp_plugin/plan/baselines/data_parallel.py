@@ -13,14 +13,14 @@ Tests: tests/plan/test_data_parallel.py
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Iterator
 
 from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.costs.estimate import evaluate_us, finished_plan
+from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from gpp_plugin.plan.request import (
@@ -59,23 +59,33 @@ def plain_candidates(refiner: Refiner) -> list[Candidate]:
 
 
 def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
-    """Return the plans of one stage that fit, the quickest of each ZeRO stage and loss unit that are open; best first.
+    """Return finished plans of one stage that fit: of each ZeRO stage that is open the quickest, best first.
 
     Where none fits as it is, those that fit by what the request allows for memory.
     """
     # without blocks that mix samples a stage has micro-batches of any size, whatever the loss unit
     units = loss_units(request) if request.is_unit_open else [request.loss_unit]
-    closed = [
-        dataclasses.replace(
-            request, zero_stage=stage, loss_unit=unit, is_zero_open=False, is_unit_open=False, num_stages=1
-        )
-        for stage, unit in itertools.product(zero_stages(request), units)
-    ]
     for is_fitted in (False, True) if request.memory_optimization else (False,):
-        plans = [plan for each in closed if (plan := _plain_plan(each, is_fitted)) is not None]
-        if plans:
-            # of equals the one that holds least, then the one with most samples a loss: nearest to a plain script
-            return sorted(plans, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
+        found = []
+        for stage in zero_stages(request):
+            closed = [
+                dataclasses.replace(
+                    request,
+                    zero_stage=stage,
+                    loss_unit=unit,
+                    is_zero_open=False,
+                    is_unit_open=False,
+                    num_stages=1,
+                )
+                for unit in units
+            ]
+            plans = [plan for each in closed if (plan := _plain_plan(each, is_fitted)) is not None]
+            if plans:
+                plan = min(plans, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
+                plan = complete_plan(plan, request.graph, request.profile)
+                found.append(finished_plan(plan, settled(request, plan)))
+        if found:
+            return sorted(found, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
     return []
 
 

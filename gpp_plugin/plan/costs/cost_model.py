@@ -474,6 +474,12 @@ class CostModel:
         """Return `stage_times` of a plan's stage on its ranks."""
         return self.on(stage).stage_times(self.indices(stage.blocks), stage.local_batch_size, stage.ranks)
 
+    def sum_us(self, stage: Stage) -> float:
+        """Return the microseconds of tensor sums in a forward and a backward of a plan's stage."""
+        own, local = self.on(stage), stage.local_batch_size
+        forward = 0.0 if own._sums is None else own._sums[0] + own._sums[1] * local
+        return float((forward + own._backward_sums(local))[self.indices(stage.blocks)].sum())
+
     def memory_of(self, stage: Stage, in_flight: int) -> int:
         """Return `stage_memory` of a plan's stage that holds so many micro-batches."""
         blocks, local = self.indices(stage.blocks), stage.local_batch_size

@@ -13,15 +13,47 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages, stage_task_us
+from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.plan import (
+    PipelinePlan,
+    Stage,
+    StageEdge,
+    bytes_by_rank,
+    cost_key,
+    forward_only_stages,
+    stage_task_us,
+)
+from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
+from gpp_plugin.ir.step_cost import (
+    GATHERS,
+    REDUCTIONS,
+    TENSOR_SUMS,
+    CollectiveCost,
+    StepCost,
+    StepPrices,
+)
+from gpp_plugin.ir.timeline import EventKind, Timeline
+from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, num_gathers, us_per_sample
+from gpp_plugin.plan.costs.memory_formula import with_breakdown
+from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
-from gpp_plugin.simulate.predict import predict_iteration_us
+from gpp_plugin.simulate.predict import (
+    AsyncPrediction,
+    predict_iteration_us,
+    simulate_plan,
+    simulate_programs,
+    simulate_windows,
+)
+from gpp_plugin.simulate.timeline_metrics import start_up_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,3 +287,178 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reduce_times(plan),
     )
+
+
+# The ledger of a plan's step (`StepCost`): made here alone, once for a finished plan, and printed everywhere.
+#
+# Every term is the difference of two simulations, each with one more thing that takes time. A chain of two stages whose
+# tasks take 80 us on the busier rank:
+#
+#     tasks alone                      100 us     compute 80, bubble 20
+#     and messages                     112        messages 12
+#     and reductions                   130        reductions 18, whatever more of them is hidden
+#     and the optimizer's step         141        optimizer 11: the step
+#
+# An optimizer reads and writes its state, reads gradients and writes parameters: 2 (O + G) bytes of device memory, of
+# O and G what ZeRO leaves a rank to step.
+
+
+def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
+    """Return a plan with what fills its ranks and what its step costs: the last thing that is done to one."""
+    costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
+    return with_cost(with_breakdown(plan, request), costs)
+
+
+def with_cost(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
+    """Return a plan, which has its breakdown of memory, with its `step_cost`."""
+    cost = step_cost(plan, costs)
+    return dataclasses.replace(plan, iteration_us=cost.step_us, cost=cost)
+
+
+def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
+    """Return what a step of a plan costs, and what its ranks hold by the plan's own breakdown of memory."""
+    prices, programs = _prices(plan, costs), _programs(plan)
+    timeline, windows = _played(plan, prices, programs)
+    # with one more thing that takes time in each: tasks, messages, reductions, gathers, optimizer
+    steps = [StepPrices()]
+    for name in ("cluster", "reduce_us", "gather_us", "update_us"):
+        steps.append(dataclasses.replace(steps[-1], **{name: getattr(prices, name)}))
+    ends = [_step_us(plan, each, programs) for each in steps]
+    message_us, *exposed, optimizer_us = (max(after - before, 0.0) for before, after in pairwise(ends))
+    num_steps = 1 if windows is None else windows.num_windows
+    busy = timeline.busy_us()
+    busiest = max(busy, key=lambda rank: busy[rank])
+    busy_us, own = busy[busiest] / num_steps, plan.stages_of_rank(busiest)
+    sums_us = sum(costs.sum_us(plan.stages[index]) * plan.num_micro_batches(index) for index in own)
+    each_us = [
+        us * (1 if windows is None else plan.num_micro_batches(i)) for i, us in enumerate(prices.reduce_us)
+    ]
+    totals = (
+        max(sum(each_us[index] for index in plan.stages_of_rank(rank)) for rank in busy),
+        _most_us(timeline, EventKind.GATHER) / num_steps,
+    )
+    collectives = [
+        CollectiveCost(kind=kind, total_us=max(total, us), exposed_us=us)
+        for kind, total, us in zip((REDUCTIONS, GATHERS), totals, exposed, strict=True)
+    ]
+    return StepCost(
+        plan=cost_key(plan),
+        prices=prices,
+        zero_stage=costs.zero_stage,
+        step_us=ends[-1],
+        compute_us=busy_us - sums_us,
+        bubble_us=max(ends[0] - busy_us, 0.0),
+        message_us=message_us,
+        collectives=(*collectives, CollectiveCost(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us)),
+        optimizer_us=optimizer_us,
+        start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
+        drain_us=0.0 if windows is None else max(windows.drain_us, 0.0),
+        ranks=bytes_by_rank(plan),
+    )
+
+
+def simulate_step(plan: PipelinePlan, prices: StepPrices) -> Timeline | AsyncPrediction:
+    """Return the timeline that the step's costs of a plan at these prices are read off; of mode async its windows."""
+    timeline, windows = _played(plan, prices, _programs(plan))
+    return timeline if windows is None else windows
+
+
+def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
+    """Return what a plan is simulated with on a cluster; None: on its own.
+
+    Collectives and optimizer steps are priced for the plan's own links and devices: on others only messages, and
+    gathers of parameters, take time, and without any nothing does.
+    """
+    own = StepPrices() if plan.cost is None else plan.cost.prices
+    if cluster is None or (own.cluster is not None and _prices_alike(cluster, own.cluster)):
+        return own
+    gathers = gather_times(plan, cluster)
+    each = tuple(gathers.get(index, 0.0) for index in range(len(plan.stages))) if gathers else ()
+    return StepPrices(cluster=cluster, gather_us=each)
+
+
+def _prices_alike(one: Cluster, other: Cluster) -> bool:
+    speeds = ([device.memory_bytes_per_s for device in cluster.devices] for cluster in (one, other))
+    return one.links == other.links and next(speeds) == next(speeds)
+
+
+def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
+    cluster = dataclasses.replace(costs.cluster, devices=costs.cluster.devices[: plan.num_ranks])
+    # an asynchronous stage reduces and steps behind each backward
+    once = (
+        plan if plan.mode == "sync" else dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+    )
+    reduces, gathers = costs.reduce_times(once), gather_times(plan, cluster)
+    updates = []
+    for index, (stage, part) in enumerate(zip(plan.stages, plan.memory, strict=True)):
+        if index in gathers:  # counted among the reductions, but they have times of their own
+            is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
+            count = num_gathers(plan.num_micro_batches(index), is_alone=is_alone)
+            reduces[index] = max(reduces[index] - count * gathers[index], 0.0)
+        stepped = stage.gradient_bytes / (stage.degree if costs.zero_stage >= 1 else 1)
+        speed = min(cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks)
+        updates.append(2 * (part.optimizer + stepped) / speed * 1e6)
+    indices = range(len(plan.stages))
+    return StepPrices(
+        cluster=cluster,
+        reduce_us=tuple(reduces.get(index, 0.0) for index in indices),
+        gather_us=tuple(gathers.get(index, 0.0) for index in indices) if gathers else (),
+        update_us=tuple(updates),
+    )
+
+
+def _programs(plan: PipelinePlan) -> tuple[RankProgram, ...]:
+    """Return the programs that alone say where gathers stand; none of a plan that gathers nothing."""
+    if plan.mode == "async" or not any(stage.gathered_bytes for stage in plan.stages):
+        return ()
+    frozen = forward_only_stages(plan)
+    return lower_schedules(
+        plan, build_schedules(plan, forward_only_stages=frozen), forward_only_stages=frozen
+    )
+
+
+def _played(
+    plan: PipelinePlan, prices: StepPrices, programs: Sequence[RankProgram]
+) -> tuple[Timeline, AsyncPrediction | None]:
+    if plan.mode == "async":
+        windows = simulate_windows(plan, cluster=prices.cluster, update_us=_updates(prices))
+        return windows.timeline, windows
+    tails = {"reduce_us": _by_stage(prices.reduce_us), "step_us": _by_stage(prices.update_us)}
+    if programs:
+        gathers = _by_stage(prices.gather_us)
+        return simulate_programs(plan, programs, cluster=prices.cluster, gather_us=gathers, **tails), None
+    frozen = forward_only_stages(plan)
+    return simulate_plan(plan, cluster=prices.cluster, forward_only_stages=frozen, **tails), None
+
+
+def _step_us(plan: PipelinePlan, prices: StepPrices, programs: Sequence[RankProgram]) -> float:
+    """Return the step of `_played`, without making events where that can be."""
+    if programs or plan.mode == "async":
+        timeline, windows = _played(plan, prices, programs)
+        return timeline.iteration_us if windows is None else windows.steady_us
+    return predict_iteration_us(
+        plan,
+        cluster=prices.cluster,
+        forward_only_stages=forward_only_stages(plan),
+        reduce_us=_by_stage(prices.reduce_us),
+        step_us=_by_stage(prices.update_us),
+    )
+
+
+def _by_stage(each_us: Sequence[float]) -> dict[int, float]:
+    return {index: us for index, us in enumerate(each_us) if us > 0.0}
+
+
+def _updates(prices: StepPrices) -> dict[int, float]:
+    """Return by stage what follows each backward in mode async."""
+    pairs = itertools.zip_longest(prices.reduce_us, prices.update_us, fillvalue=0.0)
+    return {index: reduce + update for index, (reduce, update) in enumerate(pairs)}
+
+
+def _most_us(timeline: Timeline, kind: EventKind) -> float:
+    """Return what the rank with most events of a kind spends in them."""
+    spent: dict[int, float] = defaultdict(float)
+    for event in timeline.events:
+        if event.kind is kind:
+            spent[event.rank] += event.end_us - event.start_us
+    return max(spent.values(), default=0.0)

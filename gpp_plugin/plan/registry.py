@@ -99,18 +99,25 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
         PlanInfeasible: there is no plan; the message is of the first ZeRO stage.
     """
     # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
-    plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
-    first, *others = zero_stages(request)
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
-    for stage in sorted((first, *others), key=[first, *(plan.zero_stage for plan in plain), *others].index):
-        if plans and (not plain or stage != plain[0].zero_stage):
-            break
+
+    def search(stage: int) -> None:
+        nonlocal problem
         try:
             closed = dataclasses.replace(request, zero_stage=stage, is_zero_open=False, is_unit_open=False)
             plans.append(make(closed))
         except PlanInfeasible as error:
             problem = problem or error
+
+    first, *others = zero_stages(request)
+    search(first)
+    plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
+    for stage in [plan.zero_stage for plan in plain if plan.zero_stage != first]:
+        search(stage)
+    for stage in others if not plain else ():
+        if not plans:
+            search(stage)
     for each in plain:
         own, (stage_of_all,) = settled(request, each), each.stages
         if any(plan.iteration_us <= each.iteration_us * (1 + 1e-9) for plan in plans):

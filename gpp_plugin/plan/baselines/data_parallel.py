@@ -13,7 +13,7 @@ Tests: tests/plan/test_data_parallel.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
@@ -61,38 +61,34 @@ def plain_candidates(refiner: Refiner) -> list[Candidate]:
 def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
     """Return finished plans of one stage that fit: of each ZeRO stage that is open the quickest, best first.
 
-    Where none fits as it is, those that fit by what the request allows for memory.
+    Where none of a stage fits as it is, it is one that fits by what the request allows for memory.
     """
     # without blocks that mix samples a stage has micro-batches of any size, whatever the loss unit
     units = loss_units(request) if request.is_unit_open else [request.loss_unit]
-    for is_fitted in (False, True) if request.memory_optimization else (False,):
-        found = []
-        for stage in zero_stages(request):
-            closed = [
-                dataclasses.replace(
-                    request,
-                    zero_stage=stage,
-                    loss_unit=unit,
-                    is_zero_open=False,
-                    is_unit_open=False,
-                    num_stages=1,
-                )
-                for unit in units
-            ]
-            plans = [plan for each in closed if (plan := _plain_plan(each, is_fitted)) is not None]
-            if plans:
-                plan = min(plans, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
-                plan = complete_plan(plan, request.graph, request.profile)
-                found.append(finished_plan(plan, settled(request, plan)))
-        if found:
-            return sorted(found, key=lambda plan: (plan.iteration_us, plan.stages[0].memory_bytes))
-    return []
+    found = []
+    for stage in zero_stages(request):
+        closed = [
+            dataclasses.replace(
+                request, zero_stage=stage, loss_unit=unit, is_zero_open=False, is_unit_open=False
+            )
+            for unit in units
+        ]
+        plans = [plan for each in closed if (plan := _plain_plan(each, best_plan)) is not None]
+        if not plans and request.memory_optimization:
+            plans = [plan for each in closed if (plan := _plain_plan(each, best_optimized)) is not None]
+        if plans:
+            plan = complete_plan(min(plans, key=_order), request.graph, request.profile)
+            found.append(finished_plan(plan, settled(request, plan)))
+    return sorted(found, key=_order)
 
 
-def _plain_plan(request: PlanRequest, is_fitted: bool) -> PipelinePlan | None:
-    """Return the quickest plan of one stage that fits as it is, or with memory optimization; None where none does."""
+def _order(plan: PipelinePlan) -> tuple[float, int]:
+    return plan.iteration_us, plan.stages[0].memory_bytes
+
+
+def _plain_plan(request: PlanRequest, choose: Callable[..., PipelinePlan | None]) -> PipelinePlan | None:
+    """Return the quickest plan of one stage that fits, as ``choose`` finds it among drafts; None where none does."""
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    choose = best_optimized if is_fitted else best_plan
     return choose(request, costs, plain_stages(request, batch_rules(request)), planner=PLAIN)
 
 

@@ -7,9 +7,10 @@
 
 Every row has the published number, ours and the error: of rates and shares the difference, of others the relative one.
 `known` is what the simulator had of it: all times of the run (given), this row (fitted), another row of the same
-machines (held out), or sizes and degrees alone (costs), where tasks and whole steps have rows of their own. A row is assumed where what decides the answer is not published; it is held to no limit. Where an
-order of ours is shorter than the published one, a column of its own has it. Below, how far steps that were not fitted are off,
-beside the errors that others published of their simulators.
+machines (held out), or sizes and degrees alone (costs), where tasks and whole steps have rows of their own. A row is
+assumed where what decides the answer is not published; it is held to no limit. Where an order of ours is shorter than
+the published one, a column of its own has it. Below, how far steps that were not fitted are off, beside the errors that
+others published of their simulators.
 """
 
 from __future__ import annotations
@@ -21,15 +22,7 @@ from typing import Any
 from gpp_benchmarks._options import add_choices
 from gpp_benchmarks.published._language_models import gpt_rows, language_model_rows
 from gpp_benchmarks.published._optimus import optimus_rows
-from gpp_benchmarks.published._rows import (
-    COSTED,
-    FITTED,
-    HELD_OUT,
-    Row,
-    count_within,
-    errors_of,
-    format_rows,
-)
+from gpp_benchmarks.published._rows import COSTED, FITTED, HELD_OUT, Row, count_within, errors_of, format_rows
 from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
 from gpp_plugin.report.rows_text import PAIRS, RowsChart
 
@@ -39,12 +32,7 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "models": language_model_rows,
     "gpt": gpt_rows,
 }
-OTHERS = {
-    "Charon": 0.0535,
-    "Echo, mean": 0.08,
-    "vTrain, 8 GPUs": 0.0837,
-    "vTrain, 512 GPUs": 0.1473,
-}
+OTHERS = {"Charon": 0.0535, "Echo, mean": 0.08, "vTrain, 8 GPUs": 0.0837, "vTrain, 512 GPUs": 0.1473}
 """Errors published of other simulators."""
 CHART = RowsChart(
     kind=PAIRS, x=("published",), y="ours", series=("source",), panels=("unit",), y_label="ours"
@@ -78,7 +66,9 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 f"{name}: {error['rows']} rows, {error['mean']:.1%} off in the mean, {error['median']:.1%} in the "
                 f"median, {error['worst']:.1%} at worst"
             )
-    print("published of other simulators: " + ", ".join(f"{name} {each:.2%}" for name, each in OTHERS.items()))
+    print(
+        "published of other simulators: " + ", ".join(f"{name} {each:.2%}" for name, each in OTHERS.items())
+    )
     outside = [row for row in rows if row.known != FITTED and row.is_within is False]
     return {
         "rows": [row.plain() for row in rows],

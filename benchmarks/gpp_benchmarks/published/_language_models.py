@@ -123,7 +123,7 @@ def chain_us(
 #
 # A pipeline of p ranks has p x chunks stages, a part of the layers each, and the embedding and the head at its ends. A
 # rank stands for t tensor ranks; d such pipelines share the batch, and sum their gradients behind the last task, as
-# Megatron-LM did. 39.1B on 512 GPUs: t 8, p 2, so d 32 pipelines of 48 samples; two chunks of a rank are 12 layers each.
+# Megatron-LM did. 39.1B on 512 GPUs: t 8, p 2, so d 32 pipelines of 48 samples; two chunks of a rank are 12 layers.
 
 LENGTH, WORDS = 2048, 51200
 BAND = 0.12
@@ -149,13 +149,12 @@ KORTHIKANTI = (
 )
 """The same, but seconds: all recomputed; selectively, with sequence parallelism."""
 _WHY_MEGATRON = (
-    "micro-batches and chunks are not in our notes of the table: the quickest by us; seconds follow from its TFLOP/s "
-    "and its formula; gradients are summed behind the last task, in bf16; the optimizer step is left out"
+    "micro-batches and chunks are unknown: the quickest by us; seconds follow from TFLOP/s and the paper's formula; "
+    "gradients are summed behind the last task, in bf16; the optimizer step is left out"
 )
 _WHY_KORTHIKANTI = (
-    "as above; heads, layers and degrees are not in our notes of the paper: those of GPT-3, of the 529.6B above, and "
-    "sizes that give 22B and 1T. The two papers differ by 9 % on one pipeline of 280 micro-batches: 54.1 s, of which "
-    "we take 0.3 for gradients, and 49.05 s"
+    "as of Megatron-LM; sizes and degrees are assumed: those of GPT-3, of the 529.6B above, and what gives 22B and 1T. "
+    "On one pipeline of 280 micro-batches the papers differ by 9 %: 54.1 s with a sum of gradients (0.3), and 49.05 s"
 )
 _WHY_SELECTIVE = "assumed: nothing is recomputed, and sums of sequence parallelism take what others do"
 
@@ -192,7 +191,7 @@ class GptRun:
         return CostModel(in_dtype(model.graph, "bf16"), profile, cluster).at_tensor(self.tensor)
 
     def step(self, costs: CostModel, size: int, chunks: int, *, tasks_alone: bool = False) -> float:
-        """Return the seconds of a step at ``size`` samples a micro-batch, with messages and sums of gradients or not."""
+        """Return the seconds of a step at ``size`` samples a micro-batch, or of its tasks alone."""
         ranks, each = self.pipeline, self.layers // (self.pipeline * chunks)
         degree = self.gpus // (self.tensor * ranks)
         stages = [list(range(1 + i * each, 1 + (i + 1) * each)) for i in range(ranks * chunks)]
@@ -213,7 +212,7 @@ class GptRun:
         return (span + reduce) / 1e6
 
     def quickest(self, costs: CostModel) -> tuple[int, int]:
-        """Return the samples of a micro-batch and the chunks of a rank of the shortest step; larger ones while shorter."""
+        """Return the samples of a micro-batch and the chunks of a rank that make the shortest step."""
         best: tuple[float, int, int] | None = None
         layers = self.layers // self.pipeline
         per_size = self.batch * self.tensor * self.pipeline // self.gpus

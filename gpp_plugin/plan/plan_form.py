@@ -6,6 +6,7 @@ stages, ranks are 0..n-1, micro-batches divide the mini-batch, names mean someth
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError
-from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import from_envelope, load
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
@@ -36,7 +37,7 @@ def read_plan(path: str | Path) -> PipelinePlan:
         check_form(plan)
     except GppError as error:
         raise type(error)(f"{path}: {error}") from error
-    return plan
+    return with_own_cost(plan)
 
 
 def plan_of_envelope(plain: Any) -> PipelinePlan:
@@ -47,7 +48,13 @@ def plan_of_envelope(plain: Any) -> PipelinePlan:
     """
     plan = from_envelope(PipelinePlan, plain)
     check_form(plan)
-    return plan
+    return with_own_cost(plan)
+
+
+def with_own_cost(plan: PipelinePlan) -> PipelinePlan:
+    """Return a plan without its step's costs where these are of another one: it was changed since."""
+    is_own = plan.cost is None or plan.cost.plan == cost_key(plan)
+    return plan if is_own else dataclasses.replace(plan, cost=None)
 
 
 def check_form(plan: PipelinePlan) -> None:

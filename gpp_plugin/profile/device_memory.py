@@ -45,8 +45,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 #     launches      of one small operator after another                  launch_us
 #     all-reduce    over all ranks: bytes over the slowest link          printed, not written: the links imply it
 #
-# Speeds are reached ones, so that descriptions made of them have efficiency 1. What is of CUDA here has not been run
-# on the machines this project is developed on; `reached_speeds` is the same code on both.
+# Speeds are reached ones, so that descriptions made of them have efficiency 1.
 
 MEASURED_DTYPES = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "bf16")}
 """By type of device what is multiplied in, the usual one first; CPUs are not tried in fp16, which most lack."""

@@ -23,6 +23,7 @@ from gpp_plugin.plan.costs.cost_model import (
     ring_us,
     us_per_sample,
 )
+from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.graphpipe.intervals import (
     NO_LIMIT,
     Bools,
@@ -475,6 +476,8 @@ class TableMaker:
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
         reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
         reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
+        backward = shapes.backward_times(size / degree) / self.rules.mini_batch
+        reduction = exposed_us(shapes.costs, reduction, backward, shapes.gradient)
         found: Floats = us_per_sample(
             shapes.times(size / degree) + added_us, size, reduce_us=reduction, link_us=link
         )

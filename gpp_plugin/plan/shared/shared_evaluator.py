@@ -178,14 +178,19 @@ class SharedEvaluator:
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
         heads, tails = _heads_and_tails(plan)
-        reduces = self.costs.reduce_times(plan)
+        behind = [
+            own.least_behind_us(stage.backward_us, plan.num_micro_batches(i))
+            for i, (stage, own) in enumerate(
+                zip(plan.stages, self.costs.reductions(plan).stages, strict=True)
+            )
+        ]
         least = 0.0
         for own in holders_of(plan):
             load = sum(
                 (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
                 for i in own
             )
-            after = max(min(tails[i] for i in own), min(reduces[i] for i in own))
+            after = max(min(tails[i] for i in own), min(behind[i] for i in own))
             least = max(least, min(heads[i] for i in own) + load + after)
         return least
 
@@ -295,7 +300,7 @@ class SharedEvaluator:
                 cluster=cluster,
                 schedules=built,
                 forward_only_stages=forward_only,
-                reduce_us=self.costs.reduce_times(plan),
+                reduce_us=self.costs.reductions(plan),
             )
         except (ScheduleError, PlanError) as error:
             logger.debug("stages on shared ranks: %s", error)

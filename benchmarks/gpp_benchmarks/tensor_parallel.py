@@ -201,8 +201,15 @@ def _cases(text: str) -> list[tuple[int, int]]:
 
 
 def _slower(cluster: Cluster, times: int) -> Cluster:
+    # what was measured of collectives is of the links as they were
     outer = [
-        dataclasses.replace(link, bytes_per_s=link.bytes_per_s / times, latency_us=link.latency_us * times)
+        dataclasses.replace(
+            link,
+            bytes_per_s=link.bytes_per_s / times,
+            latency_us=link.latency_us * times,
+            all_reduce=None,
+            all_gather=None,
+        )
         for link in cluster.links[1:]
     ]
     return dataclasses.replace(cluster, links=(cluster.links[0], *outer))

@@ -199,7 +199,9 @@ def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCost) -> Floats:
     found = np.zeros((len(price.lines), 4, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):
         own = sharded.get(block.name)
-        for line, (latency, per_byte) in enumerate(price.lines if own is not None else ()):
+        if own is None:
+            continue
+        for line, (latency, per_byte) in enumerate(price.lines):
             each = per_byte / graph.num_samples
             found[line, :, i] = (
                 own.forward_sums * latency,

@@ -36,7 +36,15 @@ from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.report.plan_text import edge_rows, format_breakdown, format_edges, format_on_paper, stage_rows
+from gpp_plugin.report.plan_text import (
+    cost_object,
+    edge_rows,
+    format_breakdown,
+    format_edges,
+    format_on_paper,
+    rank_table,
+    stage_rows,
+)
 from gpp_plugin.report.progress import searching, step
 from gpp_plugin.report.units import fill_text, format_bytes, format_table, printable
 
@@ -109,7 +117,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         print(f"\n{format_edges(plan, options.p2p)}")
     parts = plan.memory
     if args.memory_report:
-        print(f"\n{format_breakdown(parts)}")
+        print(f"\n{format_breakdown(parts)}\n\n{format_table(*rank_table(plan))}")
         for line in memory_advice(plan, zero_stage=options.zero_stage, allowed=request.memory_optimization):
             print(fill_text(printable(line), indent="  "))
     papers = [] if layer is None else _on_paper(layer, request)
@@ -145,6 +153,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         "seconds": seconds,
         "samples_per_s": throughput,
         "memory": [{**to_plain(part), "total": part.total} for part in parts],
+        "cost": cost_object(plan),
         "on_paper": papers,
     }
 

@@ -26,6 +26,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import cut_bytes, linearise
 from gpp_plugin.plan.choose_schedule import schedule_plan
+from gpp_plugin.plan.costs.estimate import finished_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank
 from gpp_plugin.plugins import PLANNERS
@@ -101,7 +102,8 @@ def chain_of(built: BuiltModel, settings: CompareSettings, folder: str) -> Pipel
 
     def make(request: PlanRequest) -> PipelinePlan:
         plan = make_plan(block.planner, request)
-        return schedule_plan(plan, request, schedule=block.schedule, slicing=block.slicing)
+        made = schedule_plan(plan, request, schedule=block.schedule, slicing=block.slicing)
+        return finished_plan(made, request)
 
     return best_chain(one_stage_a_rank(captured_request(built, settings, folder)), make)
 

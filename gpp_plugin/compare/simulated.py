@@ -24,6 +24,7 @@ from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
+from gpp_plugin.plan.costs.estimate import finished_plan
 from gpp_plugin.plan.make import linear_order
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, unlimited
@@ -123,8 +124,8 @@ def simulate_mode(mode: str, request: PlanRequest, make_graph: MakePlan) -> dict
 
 def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[str, Any]:
     """Return what a table of modes says of a plan."""
-    full = [(stage.memory_bytes, request.rank_limits[rank]) for stage in plan.stages for rank in stage.ranks]
-    peak, limit = max(full, key=lambda pair: pair[0] - pair[1])
+    cost = plan.cost or finished_plan(plan, request).cost
+    assert cost is not None
     return {
         "mode": mode,
         "how": "simulated",
@@ -132,10 +133,10 @@ def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[s
         "stages": len(plan.stages),
         "depth": len(plan.stages) if mode in (STOCK, CHAIN) else plan.depth,
         "micro_batches": [plan.num_micro_batches(i) for i in range(len(plan.stages))],
-        "iteration_ms": plan.iteration_us / 1e3,
-        "peak_bytes": peak,
-        "fits": peak <= limit,
-        "limit_bytes": limit,
+        "iteration_ms": cost.step_us / 1e3,
+        "peak_bytes": cost.fullest.peak,
+        "fits": cost.fits,
+        "limit_bytes": cost.fullest.limit,
         "notes": list(plan.notes) if mode == STOCK else [],
     }
 

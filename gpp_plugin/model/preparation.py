@@ -34,7 +34,8 @@ from gpp_plugin.model.graph.stage_costs import StageCosts
 from gpp_plugin.model.graph.stage_graph import StageGraph
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
+from gpp_plugin.plan.costs.estimate import finished_plan
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.explicit_plan import (
     FixedStage,
     explicit_plan,
@@ -103,7 +104,7 @@ def plan_profiled(
     for note in plan.notes:
         logger.info("plan: %s", note)
     _warn_of_copies(plan, graph, state)
-    return with_breakdown(plan, request)
+    return finished_plan(plan, request)
 
 
 def _planned(

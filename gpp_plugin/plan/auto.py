@@ -91,7 +91,7 @@ def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | No
 
 def master_stage(plan: PipelinePlan, costs: CostModel) -> int:
     """Return the stage with most tasks of the critical path in the steady phase, the later of equals."""
-    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reduce_times(plan))
+    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reductions(plan))
     steps: Counter[int] = Counter()
     path = critical_path(plan, timeline)
     for event in path:
@@ -256,7 +256,7 @@ def _note_rejected(baselines: Mapping[str, Candidate], plan: PipelinePlan, repor
         why = (
             f"needs {too_many / 2**20:.1f} MiB more than there is as it stands"
             if too_many > 0
-            else f"{step_us / 1e3:.3f} ms a step simulated as it stands, the plan {plan.iteration_us / 1e3:.3f} ms"
+            else f"{step_us / plan.iteration_us:.3f} times the step of those taken, before a schedule is chosen"
         )
         report.reject(f"stages of planner {name}", why)
 

@@ -42,7 +42,7 @@ from gpp_plugin.plan.costs.cost_model import (
     remembered,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
+from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us, exposed_us
 from gpp_plugin.plan.make import linear_order, with_ranks
 from gpp_plugin.plan.request import BatchRules, PlanRequest
 
@@ -290,7 +290,13 @@ class _RankedChain:
                 continue
             forward, backward = self.costs.block_times(size // degree, kind)
             compute = interval_sums(prefix_sums((forward + backward)[self.rows]))
-            us = np.where(mask, us_per_sample(compute, size, reduce_us=self._reduce_us(degree, size)), us)
+            reduce_us = exposed_us(
+                self.costs,
+                self._reduce_us(degree, size),
+                interval_sums(prefix_sums(backward[self.rows])) / mini_batch,
+                interval_sums(self._gradient),
+            )
+            us = np.where(mask, us_per_sample(compute, size, reduce_us=reduce_us), us)
         # a stage has a block
         us[np.tril_indices(num + 1)] = np.inf
         return us if np.isfinite(us).any() else None

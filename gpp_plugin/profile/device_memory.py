@@ -35,7 +35,7 @@ from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.profile.device_links import MESSAGE_BYTES
 from gpp_plugin.profile.machine import COPY_BYTES, reached_speeds, seconds_of
 from gpp_plugin.report.units import format_bytes
-from gpp_plugin.runtime.ranks.collectives import all_gather, all_reduce, exchange
+from gpp_plugin.runtime.ranks.collectives import all_reduce, begin_all_gather, exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 # What one device of a machine reaches, type by type, and what its ranks reach together: the entries of a cluster file.
@@ -45,8 +45,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 #     launches      of one small operator after another                  launch_us
 #     collectives   over all ranks of each level of links                all_reduce, all_gather of the link
 #
-# Speeds are reached ones, so that descriptions made of them have efficiency 1. What is of CUDA here has not been run
-# on the machines this project is developed on; `reached_speeds` is the same code on both.
+# Speeds are reached ones, so that descriptions made of them have efficiency 1.
 
 MEASURED_DTYPES = {"cuda": ("bf16", "fp16", "fp32"), "cpu": ("fp32", "bf16")}
 """By type of device what is multiplied in, the usual one first; CPUs are not tried in fp16, which most lack."""
@@ -116,7 +115,7 @@ def measure_collectives(
     what = "measuring collectives"
 
     def gather(count: int) -> None:
-        all_gather(whole[:count], part[: count // size], group=group, what=what)
+        begin_all_gather(whole[:count], part[: count // size], group=group, what=what)()
 
     def reduce(count: int) -> None:
         all_reduce(whole[:count], group=group, what=what)

@@ -12,6 +12,7 @@ the function before gpp_plugin was imported (``from deepspeed import initialize`
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +194,8 @@ def _initialize(
 ) -> Any:
     data, collate_fn = call.get("training_data"), call.get("collate_fn")
     # From here on the ranks are joined.
+    # An engine that the caller destroyed and let go of is in circles: its weights and optimizer state go here.
+    gc.collect()
     setting = _make_setting(ds_config, block, model, call)
     if setting.rank == 0:
         for line in reading.warnings:

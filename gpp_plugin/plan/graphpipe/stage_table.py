@@ -21,6 +21,7 @@ from gpp_plugin.plan.costs.cost_model import (
     link_us_per_byte,
     us_per_sample,
 )
+from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.graphpipe.intervals import (
     NO_LIMIT,
     Bools,
@@ -471,6 +472,8 @@ class TableMaker:
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
         reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
         reduction = self.reductions[i].us(shapes.gradient) * (reduces / self.rules.mini_batch)
+        backward = shapes.backward_times(size / degree) / self.rules.mini_batch
+        reduction = exposed_us(shapes.costs, reduction, backward, shapes.gradient)
         found: Floats = us_per_sample(
             shapes.times(size / degree) + added_us, size, reduce_us=reduction, link_us=link
         )

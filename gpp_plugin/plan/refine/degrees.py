@@ -22,6 +22,7 @@ from gpp_plugin.plan.costs.cost_model import (
     remembered,
     us_per_sample,
 )
+from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.make import StageDraft, order_stages
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import BlockSets, Mask
@@ -50,7 +51,8 @@ class _Sizing:
 
     Args:
         forward_us, backward_us: [degree, block] of one micro-batch.
-        reduce_us, reduce_us_per_byte: [line, degree] of one sample's share of the gradients' reduction (`stack_lines`).
+        reduce_us, reduce_us_per_byte: [line, degree] of one sample's share of the gradients' reduction, hidden or not
+            (`stack_lines`).
     """
 
     degrees: list[int]
@@ -266,7 +268,8 @@ class DegreeChooser:
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
         us = us_per_sample(forward + backward, sizing.samples)
         if gradient > 0:
-            us += np.min(sizing.reduce_us + gradient * sizing.reduce_us_per_byte, axis=0)
+            reducing = np.min(sizing.reduce_us + gradient * sizing.reduce_us_per_byte, axis=0)
+            us += exposed_us(costs, reducing, backward / self.request.mini_batch, gradient)
         times = us.tolist(), forward.tolist(), backward.tolist()
         return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
 

@@ -213,7 +213,7 @@ def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
     }
     ends = _play(orders, took, _messages(plan), cluster)
     return max(
-        max(ends[rank] for rank in rows_of(stage)) + _reduce_us(stage, cluster) for stage in plan.stages
+        max(ends[rank] for rank in rows_of(stage)) + stage_reduce_us(stage, cluster) for stage in plan.stages
     )
 
 
@@ -325,7 +325,7 @@ def _link(cluster: Cluster, rank: int, other: int) -> Link:
     return next(together, cluster.links[-1])
 
 
-def _reduce_us(stage: Stage, cluster: Cluster) -> float:
+def stage_reduce_us(stage: Stage, cluster: Cluster) -> float:
     """Return the all-reduce of a stage's gradients."""
     rows = rows_of(stage)
     return all_reduce_us(cluster, rows, stage.gradient_bytes) if stage.gradient_bytes else 0.0

@@ -362,13 +362,15 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds.
 
-    It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
+    It says too of which stages the ranks hold parts of the parameters, and under which ZeRO stage, whatever the plan's
+    own request was.
     """
     parts = _parts_of(plan, request)
     sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
     limits = [min(request.rank_limits[rank] for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
-    return dataclasses.replace(plan.with_each(sharded_bytes=sharded), memory=memory)
+    plan = plan.with_each(sharded_bytes=sharded)
+    return dataclasses.replace(plan, memory=memory, zero_stage=request.zero_stage)
 
 
 def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:

@@ -347,7 +347,7 @@ def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
 
 def with_cost(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
-    """Return a plan with its `step_cost`; one that is not finished, without a breakdown of memory, with its time alone."""
+    """Return a plan with its `step_cost`; one without a breakdown of memory, not finished, with its time alone."""
     if not plan.memory:
         return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
     cost = step_cost(plan, costs)

@@ -582,12 +582,10 @@ class CostModel:
         rows = self.indices(stage.blocks)
         key = tuple(rows), stage.local_batch_size, stage.ranks
         if key not in self._group_reductions:
-            early, gather_us = (
-                self._early(rows, stage),
-                self.gather_us(rows, stage.data_ranks(0), stage.ranks),
+            gather_us = self.gather_us(rows, stage.data_ranks(0), stage.ranks)
+            self._group_reductions[key] = StageReductions.under(
+                self.zero_stage, self.reduction_us(stage), self._early(rows, stage), gather_us
             )
-            whole_us = self.reduction_us(stage)
-            self._group_reductions[key] = StageReductions.under(self.zero_stage, whole_us, early, gather_us)
         return self._group_reductions[key]
 
     def _early(self, rows: Sequence[int], stage: Stage) -> Buckets:
@@ -600,15 +598,6 @@ class CostModel:
         backward = self.block_times(stage.local_batch_size)[1][list(rows)]
         price = self.collectives(stage.data_ranks(0), stage.ranks).all_reduce
         return early_of_blocks(sizes, backward, self.bucket_bytes, lambda size: float(price.us(size)))
-
-
-def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
-    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
-    return {
-        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
-        for index, stage in enumerate(plan.stages)
-        if stage.gathered_bytes
-    }
 
 
 def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:

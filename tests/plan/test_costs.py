@@ -8,7 +8,8 @@ import itertools
 import pytest
 
 from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
+from gpp_plugin.plan.costs.collective_costs import gather_times
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us
 from gpp_plugin.plan.costs.memory_formula import complete_plan, memory_breakdown
 from gpp_plugin.plan.graphpipe.intervals import interval_bytes

@@ -43,7 +43,8 @@ from gpp_plugin.ir.step_cost import (
     StepPrices,
 )
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, us_per_sample
+from gpp_plugin.plan.costs.collective_costs import gather_times
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule

@@ -93,11 +93,12 @@ def simulate_plan(
     #   stage 0  |0F0 |    .    .    .    |0B0 |reduce   |
     #   link     .    |act.|    .    |grad|    .    .
     #   stage 1  .    .    |1F0 |1B0 |    .    .    .
-    graph, times, collectives = _run(
+    graph, times, between, behind = _run(
         plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
     )
     with paused_collector():  # it would walk millions of new events again and again: they hold no circles
-        events = _task_events(graph, times) + collectives + _message_events(graph, times)
+        events = _task_events(graph, times) + ([] if between is None else between.events(times))
+        events += behind + _message_events(graph, times)
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events))
 
 
@@ -113,12 +114,12 @@ def predict_iteration_us(
     step_us: Mapping[int, float] | None = None,
 ) -> float:
     """Return only the time of one mini-batch, as `simulate_plan` predicts it, without making events of tasks."""
-    graph, times, collectives = _run(
+    graph, times, between, behind = _run(
         plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
     )
-    begin = min([*times.start, *(event.start_us for event in collectives)], default=0.0)
+    begin = 0.0 if between is not None else min(times.start, default=0.0)  # where ranks gather first
     ends = _rank_ends(graph, times).values()
-    return max([*ends, *(event.end_us for event in collectives)], default=0.0) - begin
+    return max([*ends, *(event.end_us for event in behind)], default=0.0) - begin
 
 
 def _run(
@@ -130,8 +131,8 @@ def _run(
     share_links: bool,
     reduce_us: Mapping[int, float] | Reductions | None,
     step_us: Mapping[int, float] | None,
-) -> tuple[TaskGraph, TaskTimes, list[Event]]:
-    """Return the tasks, their times, and the events of what stages reduce and of their steps."""
+) -> tuple[TaskGraph, TaskTimes, BetweenTasks | None, list[Event]]:
+    """Return the tasks, their times, what ranks wait for between them, and the events behind them."""
     reductions = reductions_of(plan, reduce_us)
     if schedules is None:
         schedules = build_schedules(plan, forward_only_stages=forward_only_stages)
@@ -145,11 +146,10 @@ def _run(
         share_links=share_links,
         waits_us=None if between is None else between.waits_us,
     )
-    events = [] if between is None else between.events(times)
     ends = _rank_ends(graph, times)
-    events += sum_events(plan, ends, reductions, last_backwards(graph, times, reductions))
+    events = sum_events(plan, ends, reductions, last_backwards(graph, times, reductions))
     events += step_events(plan, ends_behind(ends, events), reductions, step_us or {})
-    return graph, times, events
+    return graph, times, between, events
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:

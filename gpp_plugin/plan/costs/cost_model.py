@@ -570,9 +570,8 @@ class CostModel:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
                 firsts = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
                 everyone = [rank for i in holders for rank in plan.stages[i].ranks]
-                tied.append(
-                    (tuple(holders), float(self.collectives(firsts, everyone).all_reduce.us(num_bytes)))
-                )
+                us = float(self.collectives(firsts, everyone).all_reduce.us(num_bytes))
+                tied.append((tuple(holders), us))
         return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
@@ -627,8 +626,7 @@ def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
 # Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
 # schedule: the event loop (`schedule.event_loop`), exactly, and `estimate`, quickly. They share what tasks take
 # (`stage_task_us`), what messages take (`Cluster.transfer_us`, `Link.occupied_us`) and the reductions
-# (`CostModel.reductions`, `collective_costs`), and are not built on each other, so that a test can hold one against the
-# other.
+# (`CostModel.reductions`, `collective_costs`), and are built apart, so that a test can hold one against the other.
 
 
 def num_reductions(num_micro_batches: int, zero_stage: int) -> float:

@@ -9,10 +9,9 @@
       5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
 
-1 to 4 are a search with a budget of its own, of which there are several (`_searches`), as one with more freedom may
-find less: with all freedom; interleaving alone, and colocation alone; and, of planner ``auto``, from GraphPipe's plan,
-and with one micro-batch size for all stages, from the best plan of that. What one has simulated all know. Models too
-large for that have one search, and a note.
+1 to 4 have a budget, from each plan that stages are taken of (`_searches`): the best one and, of planner ``auto``,
+GraphPipe's, and the best with one micro-batch size for all stages. What one has simulated all know. Models too large
+for that have one search, and a note.
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
 
@@ -151,7 +150,7 @@ def _searches(
             f"ways to share ranks from other plans than the best (more than {MAX_BASES_SIZE} blocks x ranks)"
         )
         return
-    alone = one_stage_a_rank(request)
+    alone = dataclasses.replace(one_stage_a_rank(request), final_schedule=None)  # as starts are compared
     base = _plan_of("graphpipe", alone)
     if base is not None and {frozenset(s.blocks) for s in base.stages} != {
         frozenset(s.blocks) for s in plan.stages

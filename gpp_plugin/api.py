@@ -22,6 +22,7 @@ planners, whether or not this module was imported, ``gpp_plugin.api.plan`` alway
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,9 +30,9 @@ from gpp_plugin.config.block import LengthsConfig, PlanOptions
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
 from gpp_plugin.config.reader import check_sizes, read_options
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir import serialize
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
@@ -44,13 +45,13 @@ from gpp_plugin.library.named_models import (
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
-from gpp_plugin.plan.costs.cost_model import gather_times
-from gpp_plugin.plan.costs.memory_formula import plan_beside_messages, with_breakdown
+from gpp_plugin.plan.costs.estimate import finished_plan, play_step, prices_on
+from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.plan_form import check_form, read_plan
+from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
 from gpp_plugin.plan.refine.share_ranks import share_ranks
-from gpp_plugin.plan.registry import make_plan, request_for
+from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
@@ -63,9 +64,6 @@ from gpp_plugin.simulate.predict import (
     PrefetchPrediction,
     num_windows,
     predict_prefetch,
-    simulate_plan,
-    simulate_programs,
-    simulate_windows,
 )
 
 if TYPE_CHECKING:  # only a module and a rehearsal need torch
@@ -185,7 +183,9 @@ def make_request(
             mini_batch=mini_batch,
             loss_unit=loss_unit,
             micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
-            zero_stage=config.zero_stage,
+            zero_stage=config.zero,
+            # a loss that compares samples is of the whole mini-batch
+            is_unit_open=config.loss_unit is None and loss_unit < mini_batch,
         )
 
 
@@ -207,31 +207,29 @@ def plan_for(
         made = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing=slicing)
         return share_ranks(made, request, schedule=schedule)
 
+    def finish(request: PlanRequest) -> PipelinePlan:
+        return finished_plan(note_edge_transports(plan_beside_messages(request, make), p2p), request)
+
     with use_names(ARGUMENT_NAMES):
-        made = plan_beside_messages(request, make)
-        return with_breakdown(note_edge_transports(made, p2p), request)
+        made = plan_open(planner, request, finish)
+        check_form(made)  # what would not be read again is a fault of the planner's
+        return made
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
     """Return the predicted timeline of a plan: of one mini-batch, or, in mode ``async``, of several in a row.
 
     Args:
-        cluster: links that messages take; without one they take no time.
+        cluster: links that messages take; by default those that the plan was made for. A plan that says of none has
+            messages, reductions and optimizer steps that take no time.
 
     Raises:
         ConfigError: the plan has no predicted times, or there is no such cluster.
         PlanError, ScheduleError: the plan does not fit the cluster, or cannot run.
     """
     _check_times(plan)
-    if plan.mode == "async":
-        return simulate_async(plan, cluster).timeline
-    links = _links(plan, cluster)
-    if not any(stage.gathered_bytes for stage in plan.stages):
-        return simulate_plan(plan, cluster=links)
-    # where gathers stand is the programs' alone to say
-    programs = programs_of_plan(plan, validate=False)
-    gather_us = None if links is None else gather_times(plan, links)
-    return simulate_programs(plan, programs, cluster=links, gather_us=gather_us)
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
+    return found if isinstance(found, Timeline) else found.timeline
 
 
 def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> AsyncPrediction:
@@ -241,7 +239,10 @@ def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
         ConfigError, PlanError, ScheduleError: as `simulate`.
     """
     _check_times(plan)
-    return simulate_windows(plan, cluster=_links(plan, cluster))
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
+    if isinstance(found, Timeline):
+        raise ConfigError(f"mode: the plan's is {plan.mode}; use simulate")
+    return found
 
 
 def simulate_ahead(plan: PipelinePlan, cluster: ClusterSource | None = None) -> PrefetchPrediction | None:
@@ -251,7 +252,13 @@ def simulate_ahead(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
         ConfigError, PlanError, ScheduleError: as `simulate`.
     """
     _check_times(plan)
-    return predict_prefetch(plan, cluster=_links(plan, cluster))
+    prices = prices_on(plan, _links(plan, cluster))
+    ahead = predict_prefetch(plan, cluster=prices.cluster)
+    if ahead is None:
+        return None
+    # reductions and steps come behind the tasks of all ranks, whichever mini-batch these are of
+    whole_us = simulate(plan, cluster).iteration_us
+    return replace(ahead, whole_us=whole_us, steady_us=ahead.steady_us + whole_us - ahead.whole_us)
 
 
 def rehearse(
@@ -325,6 +332,18 @@ def format_timeline(
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
     return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
+
+
+def save(value: PipelinePlan | Timeline, path: str | Path) -> None:
+    """Write a plan or a timeline to a JSON file; a plan that could not be read again is not written.
+
+    Raises:
+        GppError: what is wrong with the plan.
+    """
+    if isinstance(value, PipelinePlan):
+        write_plan(value, path)
+    else:
+        serialize.save(value, path)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:

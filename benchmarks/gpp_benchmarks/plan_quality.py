@@ -35,7 +35,7 @@ from gpp_benchmarks._oracle import (
     unlike_request,
     without_communication,
 )
-from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan, ring_us
+from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan, stage_reduce_us
 from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -535,7 +535,7 @@ def _least_us(plan: PipelinePlan) -> float:
 def _mapped_us(plan: PipelinePlan, request: PlanRequest) -> float:
     """Return the shorter step of orders that take messages to be free and of orders that do not; inf: it cannot run."""
     best = math.inf
-    reduce_us = {i: ring_us(stage, request.cluster) for i, stage in enumerate(plan.stages)}
+    reduce_us = {i: stage_reduce_us(stage, request.cluster) for i, stage in enumerate(plan.stages)}
     for each in (plan, with_link_times(plan, request.cluster)):
         try:
             best = min(best, predict_iteration_us(each, cluster=request.cluster, reduce_us=reduce_us))

@@ -22,6 +22,7 @@ from gpp_plugin.rehearse.rehearsal import (
     task_events,
 )
 from gpp_plugin.report.chrome_trace import write_trace
+from gpp_plugin.report.plan_text import cost_cluster
 from gpp_plugin.report.timeline_chart import format_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table
 from gpp_plugin.simulate.timeline_metrics import peak_in_flight
@@ -125,8 +126,8 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
     plan, measured = rehearsal.plan, rehearsal.times
     steady = {}
     if rehearsal.plan.mode == "async":
-        found_us, planned_us = rehearsal.steady_us
-        steady = {"steady_ms": found_us / 1e3, "planned_steady_ms": planned_us / 1e3}
+        found_us, delays_us = rehearsal.steady_us
+        steady = {"steady_ms": found_us / 1e3, "steady_delays_ms": delays_us / 1e3}
     return {
         **steady,
         "plan": rehearsal.median_timeline.plan,
@@ -137,7 +138,8 @@ def rehearsal_figures(rehearsal: Rehearsal) -> dict[str, Any]:
         "iteration_ms": rehearsal.iteration_us / 1e3,
         "fastest_ms": min(times),
         "slowest_ms": max(times),
-        "planned_ms": rehearsal.planned_us / 1e3,
+        "planned_ms": None if rehearsal.cost is None else rehearsal.cost.step_us / 1e3,
+        "delays_ms": rehearsal.delays_us / 1e3,
         "simulated_ms": rehearsal.predicted_us / 1e3,
         "difference": rehearsal.difference,
         "bubble_ratio": statistics.median(t.bubble_ratio() for t in rehearsal.timelines),
@@ -162,7 +164,7 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     """
     # Three times of one mini-batch, from ideal to real, each explaining what the one before lacks:
     #
-    #   planned     the plan's own task times, messages take none     what the planner predicted
+    #   delays      the plan's own task times, messages take none     what is rehearsed; the plan's step has more
     #   simulated   task times and message delays as measured         what the schedule makes of this machine
     #   measured    the processes                                     also what is in neither
     figures = rehearsal_figures(rehearsal)
@@ -185,7 +187,8 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     lines = [
         f"measured {figures['iteration_ms']:.1f} ms {_span(rehearsal)}, median of {figures['steps']} "
         f"({figures['fastest_ms']:.1f} to {figures['slowest_ms']:.1f})",
-        f"planned {figures['planned_ms']:.1f} ms, simulated with the plan's times and messages that take none",
+        *_planned(rehearsal),
+        f"delays alone {figures['delays_ms']:.1f} ms, simulated with the plan's times and messages that take none",
         f"simulated {figures['simulated_ms']:.1f} ms with measured times: "
         f"{100 * figures['difference']:+.1f} % of the measured",
         f"bubble {100 * figures['bubble_ratio']:.1f} %; a task lasts {figures['overshoot_us']:.0f} us longer than "
@@ -194,14 +197,26 @@ def format_rehearsal(rehearsal: Rehearsal, *, width: int = 100, screen: int | No
     ]
     if "steady_ms" in figures:
         lines.append(
-            f"while the pipeline is full a mini-batch takes {figures['steady_ms']:.1f} ms, planned "
-            f"{figures['planned_steady_ms']:.1f}"
+            f"while the pipeline is full a mini-batch takes {figures['steady_ms']:.1f} ms, its delays alone "
+            f"{figures['steady_delays_ms']:.1f}"
         )
     if figures["reduce_ms"]:
         reduced = ", ".join(f"{name} {ms:.1f} ms" for name, ms in figures["reduce_ms"].items())
         lines.append(f"gradients are reduced in: {reduced}")
     filled = [fill_text(line, indent="  ") for line in (*lines, *_advice(rehearsal, figures))]
     return "\n".join([picture, "", format_table(header, rows), "", *filled])
+
+
+def _planned(rehearsal: Rehearsal) -> list[str]:
+    """Return what the plan says of its step, which is longer than its delays."""
+    cost = rehearsal.cost
+    if cost is None:
+        return []
+    what = "a mini-batch while the pipeline is full" if rehearsal.plan.mode == "async" else "a step"
+    factor = rehearsal.settings.scale_time
+    unscaled = "" if factor == 1.0 else f", before its times are multiplied by {factor:g}"
+    more = "its messages, reductions and optimizer step included"
+    return [f"planned {format_ms(cost.step_us)} ms {what} on {cost_cluster(cost)}, {more}{unscaled}"]
 
 
 def _span(rehearsal: Rehearsal) -> str:
@@ -217,7 +232,7 @@ def _advice(rehearsal: Rehearsal, figures: dict[str, Any]) -> list[str]:
     # Two ways in which this machine, not the schedule, decides the time; messages first, since scaling time
     # would only hide them. Tasks of 1 ms with 60 us lost behind each are double LARGEST_HOST_SHARE:
     # --scale-time 2 brings it to 3 %.
-    if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.planned_us:
+    if figures["message_us"] > task_us or slowest_reduction_us > rehearsal.delays_us:
         return [
             "messages or reductions take longer than tasks: here they pass through this machine's memory, not over "
             "your links; a smaller --scale-bytes shows the schedule without them"

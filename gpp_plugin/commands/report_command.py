@@ -40,12 +40,15 @@ from gpp_plugin.report.chrome_trace import write_trace
 from gpp_plugin.report.figure import Figure, draw_stage_graph, figure_png, figure_svg, stack_figures
 from gpp_plugin.report.plan_text import (
     breakdown_table,
+    cost_object,
     format_breakdown,
+    format_cost,
     format_memory,
     format_plan,
     format_saved_in_flight,
     format_shared_ranks,
     headline,
+    rank_table,
     stage_rows,
     stage_table,
 )
@@ -133,13 +136,15 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _show_plan(plan: PipelinePlan, width: int) -> dict[str, Any]:
     print(format_plan(plan, width=width))
     if plan.memory:
-        print(f"\n{format_breakdown(plan.memory)}")
+        print(f"\n{format_breakdown(plan.memory)}\n\n{format_table(*rank_table(plan))}")
     return {
         "rows": stage_rows(plan),
         "depth": plan.depth,
         "num_ranks": plan.num_ranks,
         "plan": fingerprint(plan),
+        "iteration_us": plan.iteration_us,
         "memory": [{**to_plain(part), "total": part.total} for part in plan.memory],
+        "cost": cost_object(plan),
     }
 
 
@@ -318,7 +323,12 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
         f'<div class="scroll whole">{figure_svg(draw_stage_graph(plan))}</div>',
         _table(*stage_table(plan)),
     ]
-    extra = [format_memory(plan), format_shared_ranks(plan), format_saved_in_flight(plan)]
+    extra = [
+        format_cost(plan),
+        format_memory(plan),
+        format_shared_ranks(plan),
+        format_saved_in_flight(plan),
+    ]
     parts += [f'<p class="note">{escape(line)}</p>' for text in extra for line in text.splitlines()]
     if plan.notes:  # what the planner rejected and why, what it left out, what else it notes
         rejected = [note for prefix in (REJECTED, LEFT_OUT) for note in plan.notes if note.startswith(prefix)]
@@ -337,6 +347,8 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
         parts += [
             "<h2>Memory at its peak, predicted for one rank of each stage</h2>",
             _table(*breakdown_table(plan.memory)),
+            "<h2>Memory of each rank at its peak, all its stages together</h2>",
+            _table(*rank_table(plan)),
         ]
     return parts
 

@@ -12,10 +12,13 @@ from typing import Any
 from gpp_plugin.api import format_timeline, load_plan, save, simulate, simulate_ahead, simulate_async
 from gpp_plugin.commands.command_parser import add_width, axis_of
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import output_path, to_plain
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
+from gpp_plugin.plan.costs.estimate import prices_on
+from gpp_plugin.report.plan_text import NO_COST, cost_cluster, cost_object, format_cost
 from gpp_plugin.report.timeline_chart import summarize_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table, printable
 from gpp_plugin.simulate.timeline_metrics import timeline_overlap
@@ -33,13 +36,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, nargs="?", help="a plan, as gpp plan writes it")
     parser.add_argument(
         "--cluster",
-        help=f"links messages take: a file, or one of {', '.join(cluster_names())} (they take no time)",
+        help=f"links messages take: a file, or one of {', '.join(cluster_names())} (the plan's own). On others, "
+        "reductions and optimizer steps are left out",
     )
     parser.add_argument("--out", type=output_path, help="write the timeline there")
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="also say how much of messages, gathers and swap's copies is hidden behind computing",
+        help="also say how much of messages, reductions, gathers and swap's copies is hidden behind computing",
     )
     add_width(parser)
     parser.add_argument(
@@ -75,18 +79,20 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     # All zeros would simulate to an empty picture; a plan written by hand may lack times.
     if not any(stage.forward_us for stage in plan.stages):
         raise ConfigError(f"{args.plan}: its stages have no forward_us; make the plan with gpp plan")
-    if args.overlap and args.cluster is None:
+    given = None if args.cluster is None else read_cluster(args.cluster, num_devices=plan.num_ranks)
+    prices = prices_on(plan, given)
+    if args.overlap and prices.cluster is None:
         raise ConfigError("--overlap needs --cluster: without links nothing takes time on its way")
     said, figures = "", dict[str, Any]()
     if plan.mode == "async":  # some mini-batches, from an empty pipeline to an empty one
         windows = simulate_async(plan, args.cluster)
         timeline, whole = windows.timeline, windows.plan
         names = ("num_windows", "steady_us", "fill_us", "drain_us")
-        figures = {name: getattr(windows, name) for name in names}
+        figures = {name: max(getattr(windows, name), 0) for name in names}
         said = (
             f"{windows.num_windows} mini-batches of an asynchronous plan: {format_ms(windows.steady_us)} ms each while "
-            f"the pipeline is full, {format_ms(windows.fill_us)} ms to fill it, {format_ms(windows.drain_us)} ms to "
-            "drain it"
+            f"the pipeline is full, {format_ms(figures['fill_us'])} ms to fill it, {format_ms(figures['drain_us'])} ms "
+            "to drain it"
         )
     else:
         timeline, whole = simulate(plan, args.cluster), plan
@@ -100,19 +106,26 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print(format_timeline(timeline, plan, **axis_of(args)))
     if said:
         print(fill_text(said, indent="  "))
+    if prices is (plan.cost and plan.cost.prices):
+        print(format_cost(plan))
+    elif plan.cost is not None:
+        where = prices.cluster.name if prices.cluster is not None else "no links"
+        line = f"on {where} without reductions and optimizer steps, which are known on {cost_cluster(plan.cost)} alone"
+        print(fill_text(f"{line}: there a step takes {format_ms(plan.cost.step_us)} ms", indent="  "))
+    else:
+        print(NO_COST)
     if args.out is not None:
         save(timeline, args.out)
         print(f"timeline written to {args.out}")
     summary = dataclasses.asdict(summarize_timeline(timeline)) | figures
     rows = [to_plain(event) for event in timeline.events]
-    return {"rows": rows, "summary": summary, **_overlap(whole, timeline, args)}
+    overlap = {} if not args.overlap or prices.cluster is None else _overlap(whole, timeline, prices.cluster)
+    return {"rows": rows, "summary": summary, "cost": cost_object(plan), **overlap}
 
 
-def _overlap(plan: PipelinePlan, timeline: Timeline, args: argparse.Namespace) -> dict[str, Any]:
-    """Print what is hidden behind computing, where `--overlap` is there, and return it."""
-    if not args.overlap:
-        return {}
-    found = timeline_overlap(plan, timeline, read_cluster(args.cluster, num_devices=plan.num_ranks))
+def _overlap(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
+    """Print what is hidden behind computing, and return it."""
+    found = timeline_overlap(plan, timeline, cluster)
     rows = []
     for each in found:
         times = [format_ms(us) for us in (each.travel_us, each.hidden_us)]

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any
 
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.schedule import TaskKind
+from gpp_plugin.ir.serialize import DERIVED, fingerprint
+from gpp_plugin.ir.step_cost import RankBytes, StepCost
 from gpp_plugin.ir.tensors import SampleRange, TensorSpec
-from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,6 +339,21 @@ class StageEdge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another plan that was found beside the one that is taken: longer, with less memory or fewer stages.
+
+    Args:
+        iteration_us: as its planner evaluates it, before schedules are tried.
+        peak_bytes: of the fullest rank.
+    """
+
+    num_stages: Count
+    iteration_us: Micros
+    peak_bytes: Bytes
+    zero_stage: ZeroStage = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Stages in a topological order, all edges between them, and how a mini-batch is cut.
 
@@ -353,6 +370,9 @@ class PipelinePlan:
         losses: names of the stages that yield a loss; empty (plans of older releases, plans of delays alone): those
             that no other stage reads from.
         vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
+        zero_stage: of DeepSpeed's ZeRO, which times and memory are of.
+        alternatives: what one may choose instead, by increasing time.
+        cost: what the step takes and the ranks hold; what every command prints. None where it was not predicted.
     """
 
     model: str
@@ -369,6 +389,9 @@ class PipelinePlan:
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
+    zero_stage: ZeroStage = 0
+    alternatives: tuple[Alternative, ...] = ()
+    cost: StepCost | None = field(default=None, metadata=DERIVED)
 
     def edge_name(self, edge: int) -> str:
         """Return how an edge is called, by its stages: ``vision -> loss``."""
@@ -476,6 +499,29 @@ class PipelinePlan:
         raise PlanError(f"the plan has no stage {name!r}; its stages are {', '.join(names)}{meant}")
 
 
+def bytes_by_rank(plan: PipelinePlan) -> tuple[RankBytes, ...]:
+    """Return what each rank holds at its peak, all its stages together: by the breakdown where the plan has one."""
+    found = []
+    for rank in range(plan.num_ranks):
+        own = plan.stages_of_rank(rank)
+        if plan.memory:
+            part = joined_breakdown([plan.memory[index] for index in own])
+            found.append(RankBytes(rank=rank, held=part.total, messages=part.messages, limit=part.limit))
+        else:
+            peaks = [(plan.stages[index].memory_bytes, plan.stages[index].gathered_bytes) for index in own]
+            found.append(RankBytes(rank=rank, held=int(rank_bytes(peaks))))
+    return tuple(found)
+
+
+def cost_key(plan: PipelinePlan) -> str:
+    """Return what a plan's `StepCost` is stored under: it depends on all that a step's costs follow from, no more."""
+    count = len(plan.stages)
+    timed = plan.with_each(backend=[""] * count, compiled=[()] * count)
+    return fingerprint(
+        (timed.stages, plan.edges, plan.memory, plan.mini_batch, plan.mode, plan.vertical_sync)
+    )
+
+
 def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> float:
     """Return the microseconds that the plan gives a task of ``stage``: the one definition of its parts' times."""
     if kind is TaskKind.FORWARD:
@@ -575,10 +621,12 @@ def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
 def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
     """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
 
-    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
+    They run no backwards, in plans, predictions and programs alike. Nobody sends them a gradient of their outputs, nor
+    waits for one of theirs; the stages that yield a loss have backwards. A stage behind one of them has a backward
+    without the gradients of what it receives from there.
     """
-    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
+    ends = {end for edge in plan.edges if edge.gradient_tensors for end in (edge.src, edge.dst)}
+    return frozenset(range(len(plan.stages))) - ends - set(plan.loss_stages())
 
 
 def frozen_branch(plan: PipelinePlan) -> frozenset[int]:

@@ -64,10 +64,18 @@ def check_leaves(value: Any) -> None:
     from_plain(type(value), to_plain(value))
 
 
+DERIVED = {"is_derived": True}
+"""Metadata of a dataclass's field that follows from the others, so that a fingerprint does without it."""
+
+
 def fingerprint(value: Any) -> str:
-    """Return 16 hex digits that depend on every field of ``value``."""
+    """Return 16 hex digits that depend on every field of ``value`` that is not `DERIVED`."""
+    plain = to_plain(value)
+    for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
+        if field.metadata == DERIVED:
+            del plain[field.name]
     # sorted keys and no spaces: the text, and so the fingerprint, depends on values alone
-    text = json.dumps(to_plain(value), sort_keys=True, separators=(",", ":"))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

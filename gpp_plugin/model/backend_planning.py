@@ -42,7 +42,7 @@ from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.costs.estimate import with_cost
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plugins import find_schedule
 from gpp_plugin.profile.block_survey import BlockCode, BlockSurvey
@@ -514,7 +514,7 @@ def _timed(plan: PipelinePlan, costs: CostModel, found: Mapping[int, StageBacken
     timed = dataclasses.replace(plan, stages=tuple(stages))
     if timed == plan:
         return plan
-    return dataclasses.replace(timed, iteration_us=evaluate_us(timed, costs))
+    return with_cost(timed, costs)
 
 
 def _cut_of(plan: PipelinePlan) -> list[tuple[tuple[str, ...], tuple[int, ...], int]]:

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.plan.baselines.data_parallel import plain_candidates
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, search_stages
@@ -26,7 +27,7 @@ from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, ROUNDING, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
-from gpp_plugin.plan.selection import evaluated_plans, join_memory
+from gpp_plugin.plan.selection import evaluated_plans, join_memory, with_alternatives
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
 
@@ -94,7 +95,7 @@ def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | No
 
 def master_stage(plan: PipelinePlan, costs: CostModel) -> int:
     """Return the stage with most tasks of the critical path in the steady phase, the later of equals."""
-    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reduce_times(plan))
+    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reductions(plan))
     steps: Counter[int] = Counter()
     path = critical_path(plan, timeline)
     for event in path:
@@ -195,9 +196,11 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
             fitter=fitter,
         )
 
-    candidates = search(request, None)
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2, report=report)
-    for candidate in candidates[:NUM_CHAINED]:
+    plain = plain_candidates(refiner)
+    found = search(request, None)
+    candidates = [*plain, *found]
+    for candidate in found[:NUM_CHAINED]:
         if candidate.score[0] == 0:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
@@ -209,19 +212,21 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
-    finalists = _best(candidates)
+    finalists = [*plain, *_best(candidates)]
     finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
         joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter, report=report)
         more = [drafts for _, drafts in _baseline_stages(unlimited(request), trees)]
+        finalists += plain_candidates(joint)
         finalists += join_memory(request, costs, finalists, search, joint, more=more)
     plans = evaluated_plans(request, costs, finalists, fitter, planner="auto", notes=notes)
     if not plans:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
     plan = _shortest_scheduled(plans, request)
     _note_rejected(baselines, plan, report)
+    plan = with_alternatives(plan, request, costs, candidates)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 
@@ -280,7 +285,7 @@ def _note_rejected(baselines: Mapping[str, Candidate], plan: PipelinePlan, repor
         why = (
             f"needs {too_many / 2**20:.1f} MiB more than there is as it stands"
             if too_many > 0
-            else f"{step_us / 1e3:.3f} ms a step simulated as it stands, the plan {plan.iteration_us / 1e3:.3f} ms"
+            else f"{step_us / plan.iteration_us:.3f} times the step of those taken, before a schedule is chosen"
         )
         report.reject(f"stages of planner {name}", why)
 

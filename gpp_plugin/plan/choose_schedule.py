@@ -22,6 +22,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -70,7 +71,7 @@ def choose_schedule(
     durations: Durations | None = None,
     most_in_flight: Sequence[int] | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan`` with the schedule, k, in-flight counts and slices of the shortest predicted iteration.
 
@@ -95,7 +96,7 @@ def choose_schedule(
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
     name, chosen, time = _shortest(candidates, context, most_in_flight)
     chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
-    note = f"schedule {name}{slices}: {time:.0f} us predicted"
+    note = f"schedule {name}{slices}"
     return dataclasses.replace(chosen, notes=(*plan.notes, note), iteration_us=time)
 
 
@@ -150,7 +151,7 @@ def choose_slicing(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan``, its schedules as they are, with `Stage.num_sliced` of the shortest predicted iteration.
 
@@ -171,7 +172,7 @@ def choose_slicing(
     plan = unsliced(plan)
     unsliced_us = predict_iteration_us(plan, **context)
     chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
-    notes = (*plan.notes, f"warm-up{slices}: {time:.0f} us predicted") if slices else plan.notes
+    notes = (*plan.notes, f"warm-up{slices}") if slices else plan.notes
     return dataclasses.replace(chosen, notes=notes, iteration_us=time)
 
 
@@ -447,7 +448,7 @@ class _Chooser:
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "forward_only_stages": forward_only_stages(plan),
-            "reduce_us": costs.reduce_times(plan),
+            "reduce_us": costs.reductions(plan),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
 
@@ -526,7 +527,7 @@ class _Chooser:
                 continue
             found = choose_slicing(fitted, slicing=self._slicing, **self._context)
             if best is None or found.iteration_us < best.iteration_us * (1.0 - GAIN):
-                note = f"schedule {name}: {found.iteration_us:.0f} us predicted"
+                note = f"schedule {name}"
                 best = dataclasses.replace(found, notes=(*found.notes, note))
         return best
 

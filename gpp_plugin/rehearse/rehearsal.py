@@ -22,6 +22,7 @@ from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stage_task_us
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint, load, save
+from gpp_plugin.ir.step_cost import StepCost
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
 from gpp_plugin.launch import run_ranks
@@ -35,12 +36,12 @@ from gpp_plugin.schedule.program_sets import ProgramSet, lower_async
 from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.predict import (
     drained_graph,
-    measured_steady_us,
     num_windows,
     predict_drained_us,
     predict_iteration_us,
     simulate_windows,
 )
+from gpp_plugin.simulate.timeline_metrics import measured_steady_us
 
 # How a plan is rehearsed, and what a plan must hold for it; everything is checked before a process starts.
 
@@ -247,7 +248,9 @@ def scale_times(plan: PipelinePlan, factor: float) -> PipelinePlan:
         dataclasses.replace(edge, message_us=edge.message_us * factor, gradient_us=edge.gradient_us * factor)
         for edge in plan.edges
     )
-    return dataclasses.replace(plan, stages=stages, edges=edges, iteration_us=plan.iteration_us * factor)
+    return dataclasses.replace(
+        plan, stages=stages, edges=edges, iteration_us=plan.iteration_us * factor, cost=None
+    )
 
 
 # Compares a timeline with the simulator: task times and message delays as measured, simulated again.
@@ -546,7 +549,8 @@ class Rehearsal:
         timelines: of the measured mini-batches, source ``rehearsed``.
         num_windows: mini-batches that ``plan`` and each timeline have as one: several of an asynchronous plan, from an
             empty pipeline to an empty one.
-        planned_us: simulated iteration with the plan's own (scaled) times and messages that take none.
+        delays_us: simulated iteration with the plan's own (scaled) times and messages that take none.
+        cost: what the plan, unscaled, says of its step; None where it says nothing.
         predicted_us: simulated iteration from the measured task times and message delays.
     """
 
@@ -554,13 +558,14 @@ class Rehearsal:
     settings: RehearsalSettings
     timelines: tuple[Timeline, ...]
     times: MeasuredTimes
-    planned_us: float
+    delays_us: float
     predicted_us: float
     num_windows: int = 1
+    cost: StepCost | None = None
 
     @property
     def steady_us(self) -> tuple[float, float]:
-        """Return what a mini-batch of an asynchronous plan took while the pipeline was full, and its plan's figure."""
+        """Return what a mini-batch of an asynchronous plan took while the pipeline was full, and its delays alone."""
         one = dataclasses.replace(self.plan, mini_batch=self.plan.mini_batch // self.num_windows)
         measured = statistics.median(measured_steady_us(one, timeline) for timeline in self.timelines)
         return measured, simulate_windows(one).steady_us
@@ -610,17 +615,17 @@ def rehearse_plan(
     if scaled.mode == "async":
         make_async_programs(scaled)
         rehearsed = lengthened(scaled, num_windows(windows_of(scaled)))
-        planned_us = predict_drained_us(rehearsed)
+        delays_us = predict_drained_us(rehearsed)
     else:
         programs_of_plan(scaled)
-        planned_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
+        delays_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
     if settings.comm_timeout_s is None:  # several planned mini-batches
-        timeout_s = max(LEAST_COMM_TIMEOUT_S, SLOWNESS * planned_us / 1e6)
+        timeout_s = max(LEAST_COMM_TIMEOUT_S, SLOWNESS * delays_us / 1e6)
         settings = dataclasses.replace(settings, comm_timeout_s=timeout_s)
     with tempfile.TemporaryDirectory(prefix="gpp_rehearse_") as name:
         folder = Path(name)
         save(scaled, folder / "plan.json")
-        _run(folder, scaled, settings, planned_us, tell)
+        _run(folder, scaled, settings, delays_us, tell)
         recorded = [load(Timeline, folder / f"timeline{i}.json") for i in range(settings.steps)]
     # Ranks name the scaled plan; a reader looks for the one on disk.
     timelines = tuple(dataclasses.replace(timeline, plan=fingerprint(plan)) for timeline in recorded)
@@ -631,7 +636,8 @@ def rehearse_plan(
         settings=settings,
         timelines=timelines,
         times=times,
-        planned_us=planned_us,
+        delays_us=delays_us,
+        cost=plan.cost,
         predicted_us=predict_from(rehearsed, timelines),
     )
 
@@ -640,10 +646,10 @@ def _run(
     folder: Path,
     plan: PipelinePlan,
     settings: RehearsalSettings,
-    planned_us: float,
+    delays_us: float,
     tell: Callable[[str], None],
 ) -> None:
-    count, seconds = settings.steps + 1, planned_us / 1e6
+    count, seconds = settings.steps + 1, delays_us / 1e6
     tell(f"starting {plan.num_ranks} ranks; {count} mini-batches of about {seconds:.2f} s follow")
     start = time.perf_counter()
     events = run_ranks(

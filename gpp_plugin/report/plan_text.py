@@ -8,10 +8,12 @@ from dataclasses import fields
 from typing import Any
 
 from gpp_plugin.ir.memory_report import MemoryCounts, MemoryReport, RankMemory
-from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, StageEdge, bytes_by_rank
 from gpp_plugin.ir.serialize import to_plain
+from gpp_plugin.ir.step_cost import StepCost
 from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
 from gpp_plugin.plan.edge_transports import choose_edge_transports
+from gpp_plugin.plan.request import REJECTED
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import (
     fill_text,
@@ -72,23 +74,36 @@ def _pair(predicted: int | None, measured: int | None) -> str:
     return " / ".join(known) if predicted or measured else "-"
 
 
+NO_COST = "what its step takes is not in this plan, or the plan was changed since: gpp plan --out writes it"
+SHOWN_US = 0.5
+"""What takes less is not named."""
+HOW_IT_WAS_FOUND = (REJECTED, "stages of planner ", "schedule ", "warm-up, ")
+"""What notes begin with that are of use only to who asks for it."""
 MOST_NAMED = 6
 """Stages named in one line; of the others only the number is printed."""
 
 
-def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
+def format_plan(plan: PipelinePlan, *, width: int = 120, is_explained: bool = True) -> str:
     """Return the plan as text for a terminal: headline, stage graph, table of stages, notes.
 
     Args:
         width: columns the picture may take; a wider graph is listed edge by edge instead.
+        is_explained: False leaves out how it was found, and why stages hold as many micro-batches as they do.
     """
     plan = with_printable(plan)
     # a picture broken by a terminal's edge says nothing: past the width each stage's sources are listed instead
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
-    notes = "\n".join(fill_text(f"- {note}", indent="  ") for note in plan.notes)
-    extra = (format_memory(plan), format_shared_ranks(plan), format_saved_in_flight(plan), notes)
+    shown = [note for note in plan.notes if is_explained or not note.startswith(HOW_IT_WAS_FOUND)]
+    notes = "\n".join(fill_text(f"- {note}", indent="  ") for note in shown)
+    extra = (
+        format_cost(plan),
+        format_memory(plan),
+        format_shared_ranks(plan),
+        format_saved_in_flight(plan) if is_explained else "",
+        notes,
+    )
     parts = (headline(plan), picture, format_table(*stage_table(plan)), *filter(None, extra))
     return "\n\n".join(parts)
 
@@ -102,6 +117,53 @@ def headline(plan: PipelinePlan) -> str:
         f"(planner {plan.planner}{', asynchronous' if plan.mode == 'async' else ''}){predicted}"
     )
     return f"{first}\nmini-batch {plan.mini_batch} samples, one loss on {plan.loss_unit}"
+
+
+def format_cost(plan: PipelinePlan) -> str:
+    """Return two lines: what a step takes by what it goes into, and the rank with least room left."""
+    cost = plan.cost
+    if cost is None:
+        return "" if not plan.iteration_us else NO_COST
+    hidden = {each.kind: each.hidden_us for each in cost.collectives if each.hidden_us >= SHOWN_US}
+    parts = []
+    for name, us in cost.parts.items():
+        beside = f" and {format_ms(hidden[name])} beside tasks" if name in hidden else ""
+        parts += [f"{name} {format_ms(us)}{beside}"] if us >= SHOWN_US or beside else []
+    what = "a mini-batch while the pipeline is full" if plan.mode == "async" else "a step"
+    drain = f", {format_ms(cost.drain_us)} to drain it" if plan.mode == "async" else ""
+    start = f"{format_ms(cost.start_up_us)} ms until every stage has begun{drain}"
+    step = f"{what} of {format_ms(cost.step_us)} ms on {cost_cluster(cost)}: {', '.join(parts)}; {start}"
+    full = cost.fullest
+    room = f" of {format_bytes(full.limit)}" if full.limit else ""
+    over = "" if full.fits else f", {format_bytes(full.peak - full.limit)} too much"
+    messages = f", {format_bytes(full.messages)} of it messages" if full.messages else ""
+    return "\n".join(
+        fill_text(line, indent="  ")
+        for line in (step, f"fullest rank: {full.rank} holds {format_bytes(full.peak)}{room}{over}{messages}")
+    )
+
+
+def cost_cluster(cost: StepCost) -> str:
+    """Return the name of the cluster that costs are of."""
+    return "no links" if cost.prices.cluster is None else cost.prices.cluster.name
+
+
+def cost_object(plan: PipelinePlan) -> dict[str, Any] | None:
+    """Return the plan's costs as JSON types, the terms of the step by name; None where it has none."""
+    cost = plan.cost
+    if cost is None:
+        return None
+    return {
+        "cluster": cost_cluster(cost),
+        "step_us": cost.step_us,
+        "parts_us": cost.parts,
+        "hidden_us": {each.kind: each.hidden_us for each in cost.collectives},
+        "start_up_us": cost.start_up_us,
+        "drain_us": cost.drain_us,
+        "fits": cost.fits,
+        "fullest_rank": cost.fullest.rank,
+        "ranks": [{**to_plain(rank), "peak": rank.peak, "fits": rank.fits} for rank in cost.ranks],
+    }
 
 
 def format_saved_in_flight(plan: PipelinePlan) -> str:
@@ -123,14 +185,13 @@ def format_shared_ranks(plan: PipelinePlan) -> str:
     together: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in sorted({rank for stage in plan.stages for rank in stage.ranks}):
         together[plan.stages_of_rank(rank)].append(rank)
-    lines = []
+    lines, held = [], bytes_by_rank(plan)
     for stages, ranks in together.items():
         if len(stages) < 2:
             continue
         names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
-        gathered = [plan.stages[stage].gathered_bytes for stage in stages]  # one of them is whole at a time
-        memory = sum(plan.stages[stage].memory_bytes for stage in stages) - sum(gathered) + max(gathered)
-        size = f", {format_bytes(memory)} together" if memory else ""
+        peak = max(held[rank].peak for rank in ranks)
+        size = f", {format_bytes(peak)} together" if peak else ""
         which = f"rank {ranks[0]} takes" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))} take"
         lines.append(f"{which} turns at {names}{size}")
     return "\n".join(lines)
@@ -178,6 +239,20 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
         for index, part in enumerate(parts)
     ]
     return header, rows
+
+
+def rank_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of what ranks hold, all their stages together; ranks alike share a row."""
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for held in bytes_by_rank(plan):
+        alike[plan.stages_of_rank(held.rank), held.held, held.messages, held.limit].append(held.rank)
+    rows = []
+    for (stages, held, messages, limit), ranks in alike.items():
+        is_run = ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        sizes = [format_bytes(size) if size else "-" for size in (held, messages, held + messages, limit)]
+        rows.append([f"{ranks[0]}-{ranks[-1]}" if is_run else ",".join(map(str, ranks)), *sizes, names])
+    return ["ranks", "total", "messages", "peak", "of", "stages"], rows
 
 
 def draw_stages(plan: PipelinePlan) -> str:

@@ -17,8 +17,8 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.program_sets import window_schedules
-from gpp_plugin.simulate.predict import measured_steady_us, num_windows, predict_iteration_us
-from gpp_plugin.simulate.timeline_metrics import peak_in_flight
+from gpp_plugin.simulate.predict import num_windows, predict_iteration_us
+from gpp_plugin.simulate.timeline_metrics import measured_steady_us, peak_in_flight
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import freeze, with_all
 
@@ -132,7 +132,7 @@ def test_the_command_prints_and_writes_what_was_measured(plan_file, tmp_path, ca
     result = json.loads(text.splitlines()[-1])
     assert result["command"] == "rehearse" and result["num_ranks"] == 2 and result["scale_time"] == 2.0
     # (4 micro-batches + 2 stages - 1) x (2 + 4) ms
-    assert result["planned_ms"] == pytest.approx(30.0)
+    assert result["delays_ms"] == pytest.approx(30.0)
     assert result["iteration_ms"] >= 30.0
     assert result["fastest_ms"] <= result["iteration_ms"] <= result["slowest_ms"]
     assert [row["stage"] for row in result["rows"]] == ["stage0", "loss"]

@@ -94,6 +94,10 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         )
     if any(link.span % width and width % link.span for link in cluster.links):
         return None
+    # Of micro-batches of 16 and 8 on ranks 0 and 1, samples 4 to 7 are rank 0's, then rank 1's: they travel.
+    for src, dst in ((plan.stages[edge.src], plan.stages[edge.dst]) for edge in plan.edges):
+        if src.local_batch_size != dst.local_batch_size and not set(src.ranks).isdisjoint(dst.ranks):
+            return None
     # a level of fewer ranks than are one now joins none any more
     links = tuple(
         dataclasses.replace(link, span=link.span // width) for link in cluster.links if link.span % width == 0
@@ -217,14 +221,19 @@ class PlanEvaluator:
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
         heads, tails = _heads_and_tails(plan)
-        reduces = self.costs.reduce_times(plan)
+        behind = [
+            own.least_behind_us(stage.backward_us, plan.num_micro_batches(i))
+            for i, (stage, own) in enumerate(
+                zip(plan.stages, self.costs.reductions(plan).stages, strict=True)
+            )
+        ]
         least = 0.0
         for own in holders_of(plan):
             load = sum(
                 (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
                 for i in own
             )
-            after = max(min(tails[i] for i in own), min(reduces[i] for i in own))
+            after = max(min(tails[i] for i in own), min(behind[i] for i in own))
             least = max(least, min(heads[i] for i in own) + load + after)
         return least
 
@@ -337,7 +346,7 @@ class PlanEvaluator:
                 cluster=cluster,
                 schedules=built,
                 forward_only_stages=forward_only,
-                reduce_us=self.costs.reduce_times(plan),
+                reduce_us=self.costs.reductions(plan),
             )
         except (ScheduleError, PlanError) as error:
             logger.debug("stages on shared ranks: %s", error)

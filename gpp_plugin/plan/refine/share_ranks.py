@@ -109,19 +109,15 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
     num_tried = setting.evaluator.num_simulated
     report.begin("schedules of the best way to share ranks")
-    shared, how = min(found, key=lambda each: each[0].iteration_us)
+    shared, _ = min(found, key=lambda each: each[0].iteration_us)
     shared = dataclasses.replace(setting.scheduled(shared), planner=plan.planner)
-    if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
-        note = (
-            f"ranks of one stage each: {plan.iteration_us:.0f} us; the best of {num_tried} ways to share ranks, "
-            f"{how}, takes {shared.iteration_us:.0f} us"
-        )
-        return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
     gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
-    note = (
-        f"{how}, the best of {num_tried} ways to share ranks: {shared.iteration_us:.0f} us predicted, "
-        f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than {plan.iteration_us:.0f} us with one stage a rank"
-    )
+    than = f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than one stage a rank"
+    tried = f"{len(shared.stages)} stages on {shared.num_ranks} ranks, the best of {num_tried} ways to share ranks"
+    if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
+        note = f"ranks of one stage each: {tried}, are {than}"
+        return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
+    note = f"{tried}: {than}"
     shared = dataclasses.replace(shared, notes=(*shared.notes, *report.notes, note))
     validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)

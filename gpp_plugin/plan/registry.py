@@ -66,6 +66,7 @@ def request_for(
         granularity=config.granularity,
         micro_batch_sizes=micro_batch_sizes or None,
         schedule=planning_schedule(config.schedule),
+        final_schedule=config.schedule,
         memory_limit_bytes=None if limit == "auto" else int(limit * 1e9),
         data_parallel=None if config.data_parallel == "auto" else config.data_parallel,
         zero_stage=zero_stage if isinstance(zero_stage, int) else 0,

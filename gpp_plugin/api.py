@@ -50,9 +50,9 @@ from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
-from gpp_plugin.plan.registry import make_plan, request_for
+from gpp_plugin.plan.refine.share_ranks import share_ranks
+from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
@@ -183,7 +183,9 @@ def make_request(
             mini_batch=mini_batch,
             loss_unit=loss_unit,
             micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
-            zero_stage=config.zero_stage,
+            zero_stage=config.zero,
+            # a loss that compares samples is of the whole mini-batch
+            is_unit_open=config.loss_unit is None and loss_unit < mini_batch,
         )
 
 
@@ -205,8 +207,11 @@ def plan_for(
         made = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing=slicing)
         return share_ranks(made, request, schedule=schedule)
 
+    def finish(request: PlanRequest) -> PipelinePlan:
+        return finished_plan(note_edge_transports(plan_beside_messages(request, make), p2p), request)
+
     with use_names(ARGUMENT_NAMES):
-        made = finished_plan(note_edge_transports(plan_beside_messages(request, make), p2p), request)
+        made = plan_open(planner, request, finish)
         check_form(made)  # what would not be read again is a fault of the planner's
         return made
 

@@ -35,7 +35,7 @@ class StageReductions:
         early: the same sum in buckets; empty: it is never early.
         each_us: the sum behind each backward but the last (ZeRO 2 and 3).
         gather_us: one gather of parameters (ZeRO 3).
-        step_us: parameters behind the step (ZeRO 1 and 2).
+        step_us: parameters behind the step (ZeRO 1 and 2): gathered, but counted among reductions.
     """
 
     last_us: Micros = 0.0
@@ -127,7 +127,7 @@ class StepPrices:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCost:
+class CollectiveTime:
     """Collectives of one kind in a step, in microseconds.
 
     Args:
@@ -192,7 +192,7 @@ class StepCost:
     compute_us: Micros
     bubble_us: Micros
     message_us: Micros
-    collectives: tuple[CollectiveCost, ...]
+    collectives: tuple[CollectiveTime, ...]
     optimizer_us: Micros
     start_up_us: Micros
     drain_us: Micros = 0.0

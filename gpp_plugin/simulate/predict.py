@@ -28,6 +28,7 @@ from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, part_durations
@@ -51,7 +52,6 @@ from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.reductions import (
     BetweenTasks,
     ProgramReductions,
-    Reductions,
     ends_behind,
     last_backwards,
     reductions_of,
@@ -418,22 +418,23 @@ def simulate_step(
     reductions: Reductions,
     step_us: Mapping[int, float] | None = None,
 ) -> Timeline:
-    """Return the timeline of one mini-batch as its programs run it: what judges a plan whose ranks reduce.
+    """Return the timeline of one mini-batch that judges a plan: reductions are where its programs let them be.
 
     Raises:
         ScheduleError, PlanError: as of `simulate_plan`.
     """
     frozen = forward_only_stages(plan)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs: tuple[RankProgram, ...] = ()
+    if reductions.has_early or reductions.is_between_tasks:
+        each = any(own.each_us for own in reductions.stages)
+        programs = lower_schedules(plan, schedules, forward_only_stages=frozen, reduce_each_backward=each)
+    if reductions.is_between_tasks:
+        return simulate_programs(plan, programs, cluster=cluster, reduce_us=reductions, step_us=step_us)
+    if reductions.has_early:
+        reductions = reductions.with_early(stages_that_reduce_early(plan, programs))
     times: dict[str, Any] = {"cluster": cluster, "reduce_us": reductions, "step_us": step_us}
-    if not (reductions.has_early or reductions.is_between_tasks):
-        return simulate_plan(plan, forward_only_stages=frozen, **times)
-    programs = lower_schedules(
-        plan,
-        build_schedules(plan, forward_only_stages=frozen),
-        forward_only_stages=frozen,
-        reduce_each_backward=any(own.each_us for own in reductions.stages),
-    )
-    return simulate_programs(plan, programs, **times)
+    return simulate_plan(plan, schedules=schedules, forward_only_stages=frozen, **times)
 
 
 class _Gather(NamedTuple):

@@ -23,9 +23,9 @@ Sums of one rank take turns in the order in which they begin: they share its lin
 they for messages, as each group of ranks has a communicator of its own; that both then share a link's bandwidth is not
 counted.
 
-Two predictions play this. One of programs (`simulate_programs`) has every rendezvous where it stands, and so which
-stages may be early (`stages_that_reduce_early`): it judges plans. One of task graphs serves searches: there all stages
-are early that meet the conditions above, and ranks of a stage meet for their sums at the end alone.
+Searches play task graphs. There all stages are early that meet the conditions above, and in front of the last sum
+ranks of a stage do not meet. `simulate_step`, which judges plans, lets those be early that the programs do
+(`stages_that_reduce_early`). Where tasks wait (ZeRO 2 and 3) it plays the programs, with every rendezvous.
 
 Source: this project
 Tests: tests/simulate/test_reductions.py
@@ -217,7 +217,7 @@ def step_events(
         for rank in ranks_of:
             done[rank] = start + own.step_us
             events.append(
-                Event(rank=rank, stage=index, kind=EventKind.GATHER, start_us=start, end_us=done[rank])
+                Event(rank=rank, stage=index, kind=EventKind.REDUCE, start_us=start, end_us=done[rank])
             )
     return events
 

@@ -16,6 +16,7 @@ from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.estimate import finished_plan
+from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
 from gpp_plugin.report.plan_text import NO_COST, format_plan
@@ -202,6 +203,9 @@ def test_memory_is_that_of_ranks(made):
         assert rank.held in (rest + gathered[0], rest + sum(gathered[:2]))
         assert rank.messages == sum(part.messages for part in own)
         assert rank.limit == min(part.limit for part in own)
+    (line,) = memory_advice(plan, zero_stage=0, allowed=())
+    full = max(plan.cost.ranks, key=lambda rank: rank.peak / rank.limit)
+    assert f": {full.peak} of {full.limit} bytes (" in line
     assert plan.cost.fits == all(rank.held + rank.messages <= rank.limit for rank in plan.cost.ranks)
 
 

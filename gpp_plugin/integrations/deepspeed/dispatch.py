@@ -11,7 +11,9 @@ the function before gpp_plugin was imported (``from deepspeed import initialize`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import gc
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -193,6 +195,8 @@ def _initialize(
 ) -> Any:
     data, collate_fn = call.get("training_data"), call.get("collate_fn")
     # From here on the ranks are joined.
+    # An engine that the caller destroyed and let go of is in circles: its weights and optimizer state go here.
+    gc.collect()
     setting = _make_setting(ds_config, block, model, call)
     if setting.rank == 0:
         for line in reading.warnings:
@@ -488,6 +492,9 @@ def setting_of(
     ds_config = read_deepspeed(ds_config).config
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
+    block = ds_config.get(BLOCK) or {}
+    if block.get("zero") == "auto" and num_ranks > 1:  # costs are of the stages that a planner may choose
+        stage = dataclasses.replace(stage, zero_stage=max(stage.zero_stage, 1))
     held = optimizer_bytes(ds_config, optimizer, stage, device_type=device.type)
     if held.assumed and rank == 0:
         logger.warning("%s", held.assumed)

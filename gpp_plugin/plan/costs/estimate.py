@@ -36,7 +36,7 @@ from gpp_plugin.ir.step_cost import (
     GATHERS,
     REDUCTIONS,
     TENSOR_SUMS,
-    CollectiveCost,
+    CollectiveTime,
     Reductions,
     StageReductions,
     StepCost,
@@ -279,7 +279,7 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     )
 
 
-# The simulator as the evaluator of plans: links shared, reductions after the last backward.
+# The simulator as the evaluator of plans: links shared, reductions as `simulate.reductions` has them.
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).
@@ -360,7 +360,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     steps = [StepPrices(), StepPrices(cluster=prices.cluster)]
     for reductions in (prices.reductions.with_gathers({}), prices.reductions):
         steps.append(StepPrices(cluster=prices.cluster, reductions=reductions))
-    ends = []
+    ends: list[float] = []
     for number, each in enumerate(steps):
         is_same = number and each == steps[number - 1]  # nothing is gathered, most often
         ends.append(ends[-1] if is_same else _step_us(plan, each))
@@ -385,7 +385,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
-            CollectiveCost(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -439,17 +439,16 @@ def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
     return played.iteration_us if isinstance(played, Timeline) else played.steady_us
 
 
-def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveCost:
+def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveTime:
     """Return the costs of a kind of collectives, of the rank with most of them in a timeline."""
     spent: dict[int, float] = defaultdict(float)
     for each in timeline.events:
         if each.kind is event:
             spent[each.rank] += each.end_us - each.start_us
-    return CollectiveCost(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
+    return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
 
 
 def _sum_us(stage: Stage, costs: CostModel) -> float:
     """Return the microseconds of tensor sums in a forward and a backward of a stage."""
     own, local = costs.on(stage), stage.local_batch_size
-    forward = 0.0 if own.sums is None else own.sums[0] + own.sums[1] * local
-    return float((forward + own.backward_sums(local))[own.indices(stage.blocks)].sum())
+    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())

@@ -28,7 +28,6 @@ from gpp_plugin.ir.plan import (
     StageEdge,
     bytes_by_rank,
     cost_key,
-    forward_only_stages,
     stage_task_us,
 )
 from gpp_plugin.ir.schedule import TaskKind
@@ -322,7 +321,6 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     return predict_iteration_us(
         plan,
         cluster=costs.cluster,
-        forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reductions(plan),
     )
 

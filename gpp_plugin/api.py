@@ -30,9 +30,9 @@ from gpp_plugin.config.block import LengthsConfig, PlanOptions
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
 from gpp_plugin.config.reader import check_sizes, read_options
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir import serialize
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
@@ -45,14 +45,14 @@ from gpp_plugin.library.named_models import (
 from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.cluster_files import MOST_DEVICES, USUAL_DTYPE, read_cluster
-from gpp_plugin.plan.costs.estimate import finished_plan, prices_on, simulate_step
+from gpp_plugin.plan.costs.estimate import finished_plan, play_step, prices_on
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.plan_form import check_form, read_plan
+from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
@@ -211,7 +211,9 @@ def plan_for(
         return finished_plan(note_edge_transports(plan_beside_messages(request, make), p2p), request)
 
     with use_names(ARGUMENT_NAMES):
-        return plan_open(planner, request, finish)
+        made = plan_open(planner, request, finish)
+        check_form(made)  # what would not be read again is a fault of the planner's
+        return made
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
@@ -226,7 +228,7 @@ def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeli
         PlanError, ScheduleError: the plan does not fit the cluster, or cannot run.
     """
     _check_times(plan)
-    found = simulate_step(plan, prices_on(plan, _links(plan, cluster)))
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
     return found if isinstance(found, Timeline) else found.timeline
 
 
@@ -237,7 +239,7 @@ def simulate_async(plan: PipelinePlan, cluster: ClusterSource | None = None) -> 
         ConfigError, PlanError, ScheduleError: as `simulate`.
     """
     _check_times(plan)
-    found = simulate_step(plan, prices_on(plan, _links(plan, cluster)))
+    found = play_step(plan, prices_on(plan, _links(plan, cluster)))
     if isinstance(found, Timeline):
         raise ConfigError(f"mode: the plan's is {plan.mode}; use simulate")
     return found
@@ -330,6 +332,18 @@ def format_timeline(
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
     return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
+
+
+def save(value: PipelinePlan | Timeline, path: str | Path) -> None:
+    """Write a plan or a timeline to a JSON file; a plan that could not be read again is not written.
+
+    Raises:
+        GppError: what is wrong with the plan.
+    """
+    if isinstance(value, PipelinePlan):
+        write_plan(value, path)
+    else:
+        serialize.save(value, path)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:

@@ -5,7 +5,7 @@ By default ranks are forked from a process that has imported what they need. ``w
     plain        one process a rank
     torchrun     `torchrun --standalone`
     deepspeed    DeepSpeed's launcher
-    hosts        one process a rank on two hosts: name spaces for network, processes and host name, joined by a link (as root)
+    hosts        one process a rank on two hosts: name spaces for network, processes and host name, joined by a switch (as root)
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from tests.ranks import _CONTEXT, _start_server
 from tests.waits import Patience
 
 ROOT = Path(__file__).parent.parent
-ADDRESSES = ("10.213.9.1", "10.213.9.2")
+ADDRESSES = tuple(f"10.213.9.{number}" for number in range(1, 9))
+"""Of the hosts that `hosts` makes."""
 LAUNCHERS_GRACE_S = 30.0
 """How long torchrun leaves ranks that do not end by a TERM, until it kills them."""
 
@@ -186,7 +187,7 @@ def interpreters(way: str, job: Callable[[Any], None], settings: Any, num_ranks:
             commands = [[str(tools / way), *options]]
         elif way == "hosts":
             environment |= {"MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": LINK}
-            inside = stack.enter_context(two_hosts())
+            inside = stack.enter_context(hosts(2))
             commands = [[*inside[rank * 2 // num_ranks], *program] for rank in range(num_ranks)]
         has_launcher = len(commands) < num_ranks
         processes = []
@@ -234,33 +235,45 @@ def interpreters(way: str, job: Callable[[Any], None], settings: Any, num_ranks:
 
 
 def can_make_hosts() -> bool:
-    """Return whether `two_hosts` can."""
+    """Return whether `hosts` can."""
     return os.geteuid() == 0 and all(shutil.which(name) for name in ("unshare", "nsenter", "ip"))
 
 
 @contextlib.contextmanager
-def two_hosts() -> Iterator[list[list[str]]]:
-    """Make two hosts that a link joins; return how a command begins that runs in each of them."""
+def hosts(number: int) -> Iterator[list[list[str]]]:
+    """Make hosts that a switch joins; return how a command begins that runs in each of them.
+
+    A host whose ``LINK`` is set down is lost to the others: no packet comes or goes, and no connection is told.
+    """
     spaces = ["unshare", "--net", "--pid", "--uts", "--mount", "--fork", "--mount-proc"]
-    holders = [subprocess.Popen([*spaces, "sleep", "3600"]) for _ in ADDRESSES]
+    holders = [
+        subprocess.Popen([*spaces, "sleep", "3600"]) for _ in range(number + 1)
+    ]  # the last one is the switch
     try:
         firsts = []
         for holder in holders:
             while not children(holder.pid):
                 time.sleep(0.01)
             firsts.append(children(holder.pid)[0])
-        inside = [["nsenter", "--all", "--target", first] for first in firsts]
-        other = ["netns", f"/proc/{firsts[1]}/ns/net", "name", LINK]
-        near = ["nsenter", "--net", "--target", firsts[0]]  # it sees the other one's process
-        subprocess.run([*near, "ip", "link", "add", LINK, "type", "veth", "peer", *other], check=True)
-        for number, (command, address) in enumerate(zip(inside, ADDRESSES, strict=True)):
-            for line in (
-                f"hostname host{number}",
-                "ip link set lo up",
-                f"ip address add {address}/24 dev {LINK}",
-                f"ip link set {LINK} up",
-            ):
-                subprocess.run([*command, *line.split()], check=True)
+        inside = [["nsenter", "--all", "--target", first] for first in firsts[:-1]]
+        switch = ["nsenter", "--net", "--target", firsts[-1]]  # it sees the others' processes
+        made = ["ip link add switch type bridge", "ip link set switch up"]
+        for host, first in enumerate(firsts[:-1]):
+            other = f"netns /proc/{first}/ns/net name {LINK}"
+            made += [
+                f"ip link add port{host} type veth peer {other}",
+                f"ip link set port{host} master switch up",
+            ]
+        lines = [(switch, line) for line in made]
+        for host, command in enumerate(inside):
+            lines += [
+                (command, f"hostname host{host}"),
+                (command, "ip link set lo up"),
+                (command, f"ip address add {ADDRESSES[host]}/24 dev {LINK}"),
+                (command, f"ip link set {LINK} up"),
+            ]
+        for command, line in lines:
+            subprocess.run([*command, *line.split()], check=True)
         yield inside
     finally:
         for holder in holders:  # with it goes the first process of its name space, and so all others

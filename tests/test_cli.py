@@ -2,6 +2,7 @@
 
 import argparse
 import ast
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpp_benchmarks
+from gpp_plugin import api
 from gpp_plugin.cli import COMMANDS, _make_parser, bench_names, main
 from gpp_plugin.errors import EXTRAS, ConfigError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -18,7 +20,6 @@ from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import huggingface_model
 from gpp_plugin.plan.cluster_files import read_cluster
-from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import timeline_overlap
 from tests.waits import run_program
 
@@ -270,10 +271,13 @@ def test_overlap_is_told_by_kind(plan_file, capsys):
     printed = capsys.readouterr().out
     rows = last_json(printed)["overlap"]
     plan, links = load(PipelinePlan, plan_file), read_cluster("summit", num_devices=4)
-    found = timeline_overlap(plan, simulate_plan(plan, cluster=links), links)
+    found = timeline_overlap(plan, api.simulate(plan), links)
     told = [(row["kind"], row["count"], row["share"]) for row in rows]
     assert told == [(each.kind, each.count, each.share) for each in found]
     assert "on its way" in printed and all(0.0 <= row["share"] <= 1.0 for row in rows)
+    assert main(["simulate", str(plan_file), "--overlap", "--json"]) == 0
+    assert last_json(capsys.readouterr().out)["overlap"] == rows, "the plan's own cluster"
+    save(dataclasses.replace(plan, cost=None), plan_file)
     assert main(["simulate", str(plan_file), "--overlap"]) == 1
     assert "--overlap needs --cluster" in capsys.readouterr().err
 

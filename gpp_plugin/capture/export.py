@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, resized
 from gpp_plugin.capture.eager.opaque_call import OpaqueCall
@@ -72,6 +73,7 @@ from gpp_plugin.ir.tensors import UNIFORM, UNIT, Layout, TensorSpec, batch_layou
 logger = logging.getLogger(__name__)
 
 
+@_disable_current_modes()  # one of the caller's, such as CUDA's sanitizer, would look for memory behind fake tensors
 def capture_model(
     model: nn.Module,
     batch: Mapping[str, Any],

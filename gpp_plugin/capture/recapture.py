@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
@@ -120,6 +121,7 @@ def _by_kind(graph: BlockGraph) -> dict[_Kind, list[str]]:
     return found
 
 
+@_disable_current_modes()
 def recapture(
     model: nn.Module,
     analysis: Analysis,
@@ -160,6 +162,7 @@ def recapture(
     return _as_analysed(analysis, traced, meta_copy)
 
 
+@_disable_current_modes()
 def recapture_for_lengths(
     model: nn.Module,
     analysis: Analysis,

@@ -43,6 +43,7 @@ from gpp_plugin.report.plan_text import (
     format_breakdown,
     format_edges,
     format_on_paper,
+    rank_table,
     stage_rows,
 )
 from gpp_plugin.report.progress import searching, step
@@ -124,7 +125,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         print(f"\n{format_edges(plan, options.p2p)}")
     parts = plan.memory
     if args.memory_report:
-        print(f"\n{format_breakdown(parts)}")
+        print(f"\n{format_breakdown(parts)}\n\n{format_table(*rank_table(plan))}")
         for line in memory_advice(plan, zero_stage=plan.zero_stage, allowed=request.memory_optimization):
             print(fill_text(printable(line), indent="  "))
     papers = [] if layer is None else _on_paper(layer, request)

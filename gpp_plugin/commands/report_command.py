@@ -48,6 +48,7 @@ from gpp_plugin.report.plan_text import (
     format_saved_in_flight,
     format_shared_ranks,
     headline,
+    rank_table,
     stage_rows,
     stage_table,
 )
@@ -135,7 +136,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _show_plan(plan: PipelinePlan, width: int) -> dict[str, Any]:
     print(format_plan(plan, width=width))
     if plan.memory:
-        print(f"\n{format_breakdown(plan.memory)}")
+        print(f"\n{format_breakdown(plan.memory)}\n\n{format_table(*rank_table(plan))}")
     return {
         "rows": stage_rows(plan),
         "depth": plan.depth,
@@ -346,6 +347,8 @@ def _chapter(number: int, each: ReportedPlan, charts: Sequence[TimelineChart], *
         parts += [
             "<h2>Memory at its peak, predicted for one rank of each stage</h2>",
             _table(*breakdown_table(plan.memory)),
+            "<h2>Memory of each rank at its peak, all its stages together</h2>",
+            _table(*rank_table(plan)),
         ]
     return parts
 

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="also say how much of messages, gathers and swap's copies is hidden behind computing",
+        help="also say how much of messages, reductions, gathers and swap's copies is hidden behind computing",
     )
     add_width(parser)
     parser.add_argument(

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
+from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
 
 # Gradients of one type in one buffer that lasts as long as the job: autograd adds to its views.
 #
@@ -197,8 +198,6 @@ def sum_over(group: dist.ProcessGroup | int, brought: Sequence[Iterable[Summand]
             summand.take(total)
 
 
-EARLY_BUCKET_ELEMENTS = 1 << 22
-"""Most elements of a bucket that is sent while a backward runs: 16 MiB of fp32, one message of a good rate."""
 _FLAGS_ALIGNMENT = 64
 """Gradients begin at a multiple of this many elements, whatever the number of flags in front of them."""
 

@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.runtime.ranks.collectives import all_gather, begin_all_gather
+from gpp_plugin.runtime.ranks.collectives import begin_all_gather
 
 GATHERED = "the gather of a stage's parameters"
 """What ranks wait for in it, in errors."""
@@ -184,7 +184,7 @@ class _Sharded:
     def begin_reading(self) -> list[tuple[nn.Parameter, Tensor]]:
         self.keep_singles()
         read = torch.empty(self._whole.shape, dtype=self._whole.dtype, device=self._whole.device)
-        all_gather(read, self.part, group=self._group, what=GATHERED)
+        begin_all_gather(read, self.part, group=self._group, what=GATHERED)()
         self._read = read
         return self._views_of(read)
 

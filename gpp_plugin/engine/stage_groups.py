@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.runtime.ranks.collectives import finish
 
 
 def is_shard(parameter: Tensor) -> bool:
@@ -220,7 +221,8 @@ def broadcast_in_place(tensor: torch.Tensor, *, source: int, group: dist.Process
     """
     assert isinstance(group, dist.ProcessGroup)  # else this rank is not of the group
     flat = tensor.detach().contiguous().reshape(-1)
-    dist.broadcast(flat.view(torch.uint8), src=source, group=group)
+    work = dist.broadcast(flat.view(torch.uint8), src=source, group=group, async_op=True)
+    finish(work, flat, group=group, what="the first weights of a stage's ranks")
     if flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 

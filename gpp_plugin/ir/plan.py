@@ -621,10 +621,12 @@ def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
 def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
     """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
 
-    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
+    They run no backwards, in plans, predictions and programs alike. Nobody sends them a gradient of their outputs, nor
+    waits for one of theirs; the stages that yield a loss have backwards. A stage behind one of them has a backward
+    without the gradients of what it receives from there.
     """
-    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
+    ends = {end for edge in plan.edges if edge.gradient_tensors for end in (edge.src, edge.dst)}
+    return frozenset(range(len(plan.stages))) - ends - set(plan.loss_stages())
 
 
 def frozen_branch(plan: PipelinePlan) -> frozenset[int]:

@@ -11,13 +11,103 @@ Tests: tests/plan/test_step_cost.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.typed_leaves import Bytes, Index, Micros, OneOf
+from gpp_plugin.ir.typed_leaves import Bytes, Index, Micros, OneOf, Share
 
 REDUCTIONS, GATHERS, TENSOR_SUMS = "reductions", "gathers", "tensor sums"
+
+
+Buckets = tuple[tuple[Share, Micros], ...]
+"""The buckets that decide when a sum is through: (share of the last backward after which one is final, microseconds
+from its begin to the end of the last one)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageReductions:
+    """What the ranks of one stage send each other in a step, microseconds of each; 0: nothing.
+
+    Args:
+        last_us: the sum of gradients at the end, all of it at once.
+        early: the same sum in buckets; empty: it is never early.
+        each_us: the sum behind each backward but the last (ZeRO 2 and 3).
+        gather_us: one gather of parameters (ZeRO 3).
+        step_us: parameters behind the step (ZeRO 1 and 2): gathered, but counted among reductions.
+    """
+
+    last_us: Micros = 0.0
+    early: Buckets = ()
+    each_us: Micros = 0.0
+    gather_us: Micros = 0.0
+    step_us: Micros = 0.0
+
+    @classmethod
+    def under(cls, zero_stage: int, whole_us: float, early: Buckets, gather_us: float) -> StageReductions:
+        """Return those of a ZeRO stage.
+
+        Args:
+            whole_us: an all-reduce of all gradients; half of it is a reduce-scatter, or an all-gather.
+        """
+        half = whole_us / 2
+        if zero_stage == 0:
+            return cls(last_us=whole_us, early=early)
+        if zero_stage == 3:
+            return cls(last_us=half, each_us=half, gather_us=gather_us)
+        return cls(last_us=half, each_us=half if zero_stage == 2 else 0.0, step_us=half)
+
+    def least_behind_us(self, backward_us: float, num_micro_batches: int) -> float:
+        """Return what a step is at least longer by than a stage's work, whatever its sums hide behind."""
+        behind = min(self.exposed_us(backward_us), self.last_us)
+        return behind + (num_micro_batches - 1) * self.each_us + self.step_us
+
+    def exposed_us(self, backward_us: float) -> float:
+        """Return what is left of the last sum behind a last backward that takes so long, on all ranks at once.
+
+        >>> StageReductions(last_us=6.0, early=((1 / 3, 6.0), (1.0, 2.0))).exposed_us(6.0)
+        2.0
+        """
+        if not self.early:
+            return self.last_us
+        return max(share * backward_us + left for share, left in self.early) - backward_us
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reductions:
+    """What all stages send in a step.
+
+    Args:
+        stages: one for each of the plan.
+        tied: sums of parameters that several stages hold: these stages, and microseconds.
+    """
+
+    stages: tuple[StageReductions, ...]
+    tied: tuple[tuple[tuple[Index, ...], Micros], ...] = ()
+
+    @property
+    def has_early(self) -> bool:
+        """Return whether any sum may be early."""
+        return any(own.early for own in self.stages)
+
+    @property
+    def is_between_tasks(self) -> bool:
+        """Return whether tasks wait for any."""
+        return any(own.each_us or own.gather_us for own in self.stages)
+
+    def with_early(self, stages: Iterable[int]) -> Reductions:
+        """Return the same where no other stages are early."""
+        allowed = set(stages)
+        return replace(
+            self, stages=tuple(s if i in allowed else replace(s, early=()) for i, s in enumerate(self.stages))
+        )
+
+    def with_gathers(self, gather_us: Mapping[int, float]) -> Reductions:
+        """Return the same with gathers that take so long, by stage."""
+        return replace(
+            self, stages=tuple(replace(s, gather_us=gather_us.get(i, 0.0)) for i, s in enumerate(self.stages))
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,18 +116,18 @@ class StepPrices:
 
     Args:
         cluster: the devices of the plan's ranks, and their links; None: messages take no time.
-        reduce_us, gather_us, update_us: by stage its reductions, one gather of its parameters, its optimizer step; in
-            mode ``async`` those behind one backward. Empty: they take no time.
+        reductions: None: nothing is reduced or gathered, or it takes no time.
+        update_us: by stage, its optimizer step; empty: it takes no time. In mode ``async`` this is, like reductions,
+            what follows one backward.
     """
 
     cluster: Cluster | None = None
-    reduce_us: tuple[Micros, ...] = ()
-    gather_us: tuple[Micros, ...] = ()
+    reductions: Reductions | None = None
     update_us: tuple[Micros, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveCost:
+class CollectiveTime:
     """Collectives of one kind in a step, in microseconds.
 
     Args:
@@ -102,7 +192,7 @@ class StepCost:
     compute_us: Micros
     bubble_us: Micros
     message_us: Micros
-    collectives: tuple[CollectiveCost, ...]
+    collectives: tuple[CollectiveTime, ...]
     optimizer_us: Micros
     start_up_us: Micros
     drain_us: Micros = 0.0

@@ -45,9 +45,9 @@ from gpp_plugin.plan.explicit_plan import (
     stage_sizes,
 )
 from gpp_plugin.plan.memory.fitting import recompute_fully
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.plugins import KFKB, find_schedule, k_of, schedule_label
 from gpp_plugin.profile.analytic_costs import default_sample_counts

@@ -92,7 +92,7 @@ def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | No
 
 def master_stage(plan: PipelinePlan, costs: CostModel) -> int:
     """Return the stage with most tasks of the critical path in the steady phase, the later of equals."""
-    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reduce_times(plan))
+    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reductions(plan))
     steps: Counter[int] = Counter()
     path = critical_path(plan, timeline)
     for event in path:

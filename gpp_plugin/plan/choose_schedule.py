@@ -22,6 +22,7 @@ from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
@@ -33,9 +34,8 @@ from gpp_plugin.plan.make import (
     with_pending,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.refine.plan_evaluator import BUDGET, PlanEvaluator, memory_excess, under
 from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks
-from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
 from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_schedule, with_slices
 from gpp_plugin.schedule.event_loop import Durations
@@ -71,7 +71,7 @@ def choose_schedule(
     durations: Durations | None = None,
     most_in_flight: Sequence[int] | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan`` with the schedule, k, in-flight counts and slices of the shortest predicted iteration.
 
@@ -151,7 +151,7 @@ def choose_slicing(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     forward_only_stages: frozenset[int] = frozenset(),
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan``, its schedules as they are, with `Stage.num_sliced` of the shortest predicted iteration.
 
@@ -311,8 +311,13 @@ def schedule_shared(
         PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    evaluator = SharedEvaluator(
-        request, costs, schedule=first_schedule(schedule), budget=budget, report=report
+    evaluator = PlanEvaluator(
+        request,
+        costs,
+        schedule=first_schedule(schedule),
+        budget=budget,
+        fitter=fitter_for(request, costs),
+        report=report,
     )
     is_fitted = any(stage.memory is not None for stage in plan.stages)
     # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew
@@ -443,7 +448,7 @@ class _Chooser:
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "forward_only_stages": forward_only_stages(plan),
-            "reduce_us": costs.reduce_times(plan),
+            "reduce_us": costs.reductions(plan),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
 

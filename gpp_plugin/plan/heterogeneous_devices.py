@@ -38,13 +38,11 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     full_pipeline_us,
     interval_sums,
-    link_for_span,
     prefix_sums,
     remembered,
-    ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us
+from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us, exposed_us
 from gpp_plugin.plan.make import linear_order, with_ranks
 from gpp_plugin.plan.request import BatchRules, PlanRequest
 
@@ -292,17 +290,20 @@ class _RankedChain:
                 continue
             forward, backward = self.costs.block_times(size // degree, kind)
             compute = interval_sums(prefix_sums((forward + backward)[self.rows]))
-            us = np.where(mask, us_per_sample(compute, size, reduce_us=self._reduce_us(degree, size)), us)
+            reduce_us = exposed_us(
+                self.costs,
+                self._reduce_us(degree, size),
+                interval_sums(prefix_sums(backward[self.rows])) / mini_batch,
+                interval_sums(self._gradient),
+            )
+            us = np.where(mask, us_per_sample(compute, size, reduce_us=reduce_us), us)
         # a stage has a block
         us[np.tril_indices(num + 1)] = np.inf
         return us if np.isfinite(us).any() else None
 
     def _reduce_us(self, degree: int, size: int) -> Floats:
         """Return [start, stop] us of one sample's share of the gradients' reduction."""
-        link = link_for_span(self.request.cluster, degree)
-        latency, whole = ring_us(0.0, degree, link), ring_us(1e9, degree, link)
-        gradient = interval_sums(self._gradient)
-        once = np.where(gradient > 0, latency + gradient * (whole - latency) / 1e9, 0.0)
+        once = self.costs.reduction(degree, 1).us(interval_sums(self._gradient))
         count = self.costs.num_reductions(self.rules.mini_batch // size)
         shared: Floats = once * count / self.rules.mini_batch
         return shared

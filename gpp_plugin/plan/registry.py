@@ -141,7 +141,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     """Run the planner called ``name`` and check what it returns: a plan whose ranks hold one stage each.
 
-    Where the request is for ranks of several stages it is what these are found from (`shared.share_ranks`).
+    Where the request is for ranks of several stages it is what these are found from (`share_ranks`).
 
     Raises:
         PlanError: there is no such planner, or the request contradicts itself.

@@ -14,12 +14,13 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import Alternative, PipelinePlan, Stage, rank_bytes, sinks_first
+from gpp_plugin.ir.plan import Alternative, PipelinePlan, Stage, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
+from gpp_plugin.plan.refine.plan_evaluator import memory_excess
 from gpp_plugin.plan.refine.refine import SLACKS, Candidate, Refiner
 from gpp_plugin.plan.request import (
     UNLIMITED,
@@ -32,22 +33,6 @@ from gpp_plugin.plan.request import (
 
 MOST_TRIED = 4
 """Numbers of ranks that are planned, where none can be shared out, before nothing is suggested."""
-
-
-def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
-    """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
-    needs: dict[int, list[tuple[int, int]]] = {}
-    largest: dict[int, Stage] = {}
-    for stage in plan.stages:
-        for rank in stage.ranks:
-            needs.setdefault(rank, []).append((stage.memory_bytes, stage.gathered_bytes))
-            if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
-                largest[rank] = stage
-    over = [
-        (int(rank_bytes(peaks)) - request.rank_limits[rank], largest[rank], rank)
-        for rank, peaks in needs.items()
-    ]
-    return max(over, key=lambda item: item[0])
 
 
 def best_plan(

@@ -36,12 +36,12 @@ from gpp_plugin.schedule.program_sets import ProgramSet, lower_async
 from gpp_plugin.schedule.task_graph import TaskGraph
 from gpp_plugin.simulate.predict import (
     drained_graph,
-    measured_steady_us,
     num_windows,
     predict_drained_us,
     predict_iteration_us,
     simulate_windows,
 )
+from gpp_plugin.simulate.timeline_metrics import measured_steady_us
 
 # How a plan is rehearsed, and what a plan must hold for it; everything is checked before a process starts.
 

@@ -74,7 +74,7 @@ def _pair(predicted: int | None, measured: int | None) -> str:
     return " / ".join(known) if predicted or measured else "-"
 
 
-NO_COST = "what its step goes into is not in this plan, or it was changed since: gpp plan --out writes it"
+NO_COST = "what its step takes is not in this plan, or the plan was changed since: gpp plan --out writes it"
 SHOWN_US = 0.5
 """What takes less is not named."""
 HOW_IT_WAS_FOUND = (REJECTED, "stages of planner ", "schedule ", "warm-up, ")
@@ -239,6 +239,20 @@ def breakdown_table(parts: Sequence[MemoryBreakdown]) -> tuple[list[str], list[l
         for index, part in enumerate(parts)
     ]
     return header, rows
+
+
+def rank_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
+    """Return header and rows of what ranks hold, all their stages together; ranks alike share a row."""
+    alike: dict[tuple[Any, ...], list[int]] = defaultdict(list)
+    for held in bytes_by_rank(plan):
+        alike[plan.stages_of_rank(held.rank), held.held, held.messages, held.limit].append(held.rank)
+    rows = []
+    for (stages, held, messages, limit), ranks in alike.items():
+        is_run = ranks == list(range(ranks[0], ranks[-1] + 1)) and len(ranks) > 1
+        names = ", ".join(f"{stage} {plan.stages[stage].name}" for stage in stages)
+        sizes = [format_bytes(size) if size else "-" for size in (held, messages, held + messages, limit)]
+        rows.append([f"{ranks[0]}-{ranks[-1]}" if is_run else ",".join(map(str, ranks)), *sizes, names])
+    return ["ranks", "total", "messages", "peak", "of", "stages"], rows
 
 
 def draw_stages(plan: PipelinePlan) -> str:

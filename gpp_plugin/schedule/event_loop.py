@@ -211,12 +211,33 @@ def message_transfers(graph: TaskGraph, cluster: Cluster | None) -> Transfers | 
     return replace(found, leaves_by=[port for port, _ in ports], comes_by=[port for _, port in ports])
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """What ranks wait for beside tasks and messages, in microseconds: sums and gathers among a stage's ranks.
+
+    Args:
+        before: by node, the earliest time at which it starts.
+        behind: of each node, how long after it the next one of its rank starts; messages leave at its end.
+    """
+
+    before: Mapping[int, float]
+    behind: Sequence[float]
+
+
+def _starts(graph: TaskGraph, waits_us: Waits | None) -> list[float]:
+    found = [0.0] * len(graph.stage)
+    for node, us in ({} if waits_us is None else waits_us.before).items():
+        found[node] = us
+    return found
+
+
 def run_task_graph(
     graph: TaskGraph,
     durations: Sequence[float],
     *,
     transfers: Transfers | None = None,
     share_links: bool = True,
+    waits_us: Waits | None = None,
 ) -> TaskTimes:
     """Return the times at which every rank runs its tasks in order, each as soon as it can.
 
@@ -227,17 +248,18 @@ def run_task_graph(
     Args:
         durations: microseconds of each node.
         transfers: cost of each message; None means none.
+        waits_us: what ranks wait for beside that.
 
     Raises:
         ScheduleError: the orders wait for each other in a circle.
     """
     if transfers is not None and share_links:
-        return _run_with_shared_links(graph, durations, transfers)
-    return _run_with_free_links(graph, durations, transfers)
+        return _run_with_shared_links(graph, durations, transfers, waits_us)
+    return _run_with_free_links(graph, durations, transfers, waits_us)
 
 
 def _run_with_free_links(
-    graph: TaskGraph, durations: Sequence[float], transfers: Transfers | None
+    graph: TaskGraph, durations: Sequence[float], transfers: Transfers | None, waits_us: Waits | None
 ) -> TaskTimes:
     # A longest path: tasks and messages form an acyclic graph, and `start` of a node is the
     # largest end of what it waits for. So any order in which a node comes after all it waits for
@@ -250,7 +272,8 @@ def _run_with_free_links(
         delay = [a + b for a, b in zip(transfers.occupied_us, transfers.latency_us, strict=True)]
     # Lists are by node (a task on a row of tensor ranks) or by message:
     #     F0 (0-10) on rank 0 sends to F0 on rank 1, 2 us away: that one starts at max(0, 10 + 2)
-    start, waits = [0.0] * len(durations), list(graph.num_waits)
+    start, waits = _starts(graph, waits_us), list(graph.num_waits)
+    behind = None if waits_us is None else waits_us.behind
     # -1 marks what never ran: those nodes are in a circle, or behind one.
     end = [-1.0] * len(durations)
     next_on_rank, target, unlocks = graph.next_on_rank, graph.target, graph.unlocks
@@ -264,8 +287,9 @@ def _run_with_free_links(
         now = end[node] = start[node] + durations[node]
         follower = next_on_rank[node]
         if follower >= 0:
-            if now > start[follower]:
-                start[follower] = now
+            free = now if behind is None else now + behind[node]
+            if free > start[follower]:
+                start[follower] = free
             waits[follower] -= 1
             if waits[follower] == 0:
                 ready.append(follower)
@@ -291,7 +315,9 @@ def _run_with_free_links(
     return TaskTimes(start=start, end=end, message_start=message_start, message_end=message_end)
 
 
-def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfers: Transfers) -> TaskTimes:
+def _run_with_shared_links(
+    graph: TaskGraph, durations: Sequence[float], transfers: Transfers, waits_us: Waits | None
+) -> TaskTimes:
     # One function without calls, on local names, since planners run it for thousands of candidates. The order of
     # events matters here: who is ready first takes the link first. Links are cut-through: a message takes its
     # sender's link out and, from the same moment if it is free, its receiver's link in. Two messages of 10 us,
@@ -302,7 +328,8 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     #   rank 2 in   |mmmmmmmm|nnnnnnnn|         0..10 and 10..20; they arrive at 11 and 21
     num_nodes, num_messages = len(durations), len(graph.source)
     occupied, latency = transfers.occupied_us, transfers.latency_us
-    start, waits = [0.0] * num_nodes, list(graph.num_waits)
+    start, waits = _starts(graph, waits_us), list(graph.num_waits)
+    behind = None if waits_us is None else waits_us.behind
     end = [-1.0] * num_nodes
     message_start, message_end = [0.0] * num_messages, [0.0] * num_messages
     target, unlocks = graph.target, graph.unlocks
@@ -319,7 +346,7 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
     arrives = num_nodes + num_messages
     # Hand-overs between two stages of one rank take no link, so they wait for none.
     shares_ranks = graph.plan.shares_ranks
-    events = [(durations[node], node) for node, count in enumerate(waits) if count == 0]
+    events = [(start[node] + durations[node], node) for node, count in enumerate(waits) if count == 0]
     heapq.heapify(events)
     num_run = 0
     while events:
@@ -337,6 +364,8 @@ def _run_with_shared_links(graph: TaskGraph, durations: Sequence[float], transfe
                     push(events, (now, num_nodes + message))
                 message = next_message[message]
             follower = next_on_rank[code]
+            if behind is not None and follower >= 0:
+                start[follower] = max(start[follower], now + behind[code])
             for node in (follower, *freed) if freed else (follower,):
                 if node < 0:
                     continue

@@ -64,6 +64,10 @@ from gpp_plugin.schedule.checks.order_check import OF_STAGE, execute_serially, s
 #     rank 2 (stage 1)   B0  send dx0  send dx1  step                      come to its last backward: early
 
 
+EARLY_BUCKET_ELEMENTS = 1 << 22
+"""Most elements of a bucket that is sent while a backward runs: 16 MiB of fp32, one message of a good rate."""
+
+
 def stages_that_reduce_early(plan: PipelinePlan, programs: Sequence[RankProgram]) -> frozenset[int]:
     """Return the stages whose ranks may begin their reduction in their last backward.
 
@@ -140,7 +144,7 @@ def gather_around_tasks(plan: PipelinePlan, programs: Sequence[RankProgram]) -> 
         return tuple(programs)
     # Stages leave ``prefetched`` and never come back: at last none is left, and gathers are where they always were.
     # With stages 0 to 2 allowed and stage 1's ranks disagreeing on an order, the next round has 0 and 2.
-    prefetched = _may_prefetch(plan, sharded)
+    prefetched = may_prefetch(plan, sharded)
     while prefetched:
         changed, late = _gathered(plan, programs, sharded, prefetched)
         if changed is not None and not (late := _stages_in_the_way(plan, changed)) & prefetched:
@@ -174,7 +178,7 @@ def _gathered(
                     at_start.add(place[0])
 
 
-def _may_prefetch(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
+def may_prefetch(plan: PipelinePlan, sharded: Collection[int]) -> set[int]:
     """Return the stages whose ranks all have free memory for another one whole beside the largest."""
     if not plan.memory:
         return set()

@@ -28,6 +28,7 @@ from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch
 from gpp_plugin.ir.program import Direction, Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, part_durations
@@ -41,11 +42,22 @@ from gpp_plugin.schedule.event_loop import (
     run_task_graph,
     task_durations,
 )
+from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import message_bytes
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph
+from gpp_plugin.simulate.reductions import (
+    BetweenTasks,
+    ProgramReductions,
+    ends_behind,
+    last_backwards,
+    reductions_of,
+    step_events,
+    sum_events,
+)
 
 
 def simulate_plan(
@@ -54,9 +66,9 @@ def simulate_plan(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
 ) -> Timeline:
     """Return the timeline of one mini-batch when every rank waits only for what its next task needs.
@@ -65,8 +77,10 @@ def simulate_plan(
         cluster: links; without one messages take no time.
         durations: microseconds of each task; the plan's `Stage.forward_us` and `backward_us` by default.
         schedules: task orders; those the plan names by default.
+        forward_only_stages: as of `build_schedules`.
         share_links: messages of one rank take turns on its link; else each has the full bandwidth.
-        reduce_us: by stage, the gradient reduction after its last task; starts on all ranks together.
+        reduce_us: what stages reduce, and when (`reductions`); a number of a stage is a sum behind its ranks' tasks,
+            which starts on all of them together.
         step_us: by stage, the optimizer step; starts when every rank is done (the norm is global).
 
     Raises:
@@ -79,11 +93,11 @@ def simulate_plan(
     #   stage 0  |0F0 |    .    .    .    |0B0 |reduce   |
     #   link     .    |act.|    .    |grad|    .    .
     #   stage 1  .    .    |1F0 |1B0 |    .    .    .
-    graph, times = _run(plan, cluster, durations, schedules, forward_only_stages, share_links)
+    graph, times, collectives = _run(
+        plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
+    )
     with paused_collector():  # it would walk millions of new events again and again: they hold no circles
-        events = _task_events(graph, times)
-        events += _tail_events(plan, _rank_ends(graph, times), reduce_us or {}, step_us or {})
-        events += _message_events(graph, times)
+        events = _task_events(graph, times) + collectives + _message_events(graph, times)
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events))
 
 
@@ -93,17 +107,18 @@ def predict_iteration_us(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
 ) -> float:
-    """Return only the time of one mini-batch, as `simulate_plan` predicts it, without making events."""
-    graph, times = _run(plan, cluster, durations, schedules, forward_only_stages, share_links)
-    ends = _rank_ends(graph, times)
-    tail = _tail_events(plan, ends, reduce_us or {}, step_us or {})
-    begin = min(times.start, default=0.0)
-    return max([*ends.values(), *(event.end_us for event in tail)], default=0.0) - begin
+    """Return only the time of one mini-batch, as `simulate_plan` predicts it, without making events of tasks."""
+    graph, times, collectives = _run(
+        plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
+    )
+    begin = min([*times.start, *(event.start_us for event in collectives)], default=0.0)
+    ends = _rank_ends(graph, times).values()
+    return max([*ends, *(event.end_us for event in collectives)], default=0.0) - begin
 
 
 def _run(
@@ -111,19 +126,30 @@ def _run(
     cluster: Cluster | None,
     durations: Durations | None,
     schedules: Sequence[StageSchedule] | None,
-    forward_only_stages: frozenset[int],
+    forward_only_stages: frozenset[int] | None,
     share_links: bool,
-) -> tuple[TaskGraph, TaskTimes]:
+    reduce_us: Mapping[int, float] | Reductions | None,
+    step_us: Mapping[int, float] | None,
+) -> tuple[TaskGraph, TaskTimes, list[Event]]:
+    """Return the tasks, their times, and the events of what stages reduce and of their steps."""
+    reductions = reductions_of(plan, reduce_us)
     if schedules is None:
         schedules = build_schedules(plan, forward_only_stages=forward_only_stages)
     graph = build_task_graph(plan, schedules)
+    each_us = task_durations(graph, durations)
+    between = BetweenTasks.of(graph, each_us, reductions)
     times = run_task_graph(
         graph,
-        task_durations(graph, durations),
+        each_us,
         transfers=message_transfers(graph, cluster),
         share_links=share_links,
+        waits_us=None if between is None else between.waits_us,
     )
-    return graph, times
+    events = [] if between is None else between.events(times)
+    ends = _rank_ends(graph, times)
+    events += sum_events(plan, ends, reductions, last_backwards(graph, times, reductions))
+    events += step_events(plan, ends_behind(ends, events), reductions, step_us or {})
+    return graph, times, events
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
@@ -181,36 +207,6 @@ def _message_events(graph: TaskGraph, times: TaskTimes) -> list[Event]:
                     half=graph.half[node],
                     peer=peer,
                 )
-            )
-    return events
-
-
-def _tail_events(
-    plan: PipelinePlan,
-    ends: Mapping[int, float],
-    reduce_us: Mapping[int, float],
-    step_us: Mapping[int, float],
-) -> list[Event]:
-    """Return the reductions of each stage and the optimizer steps, from when each rank's tasks end."""
-    events = []
-    # reduce_us and step_us are by stage, in microseconds. Stages reduce independently
-    # of each other, each when its last rank is done; steps wait for all stages, because
-    # the gradient norm is over the whole model. A rank of several stages does one after the other.
-    done = dict(ends)
-    for index, microseconds in reduce_us.items():
-        ranks = plan.stages[index].ranks
-        start = max(done[rank] for rank in ranks)
-        for rank in ranks:
-            done[rank] = start + microseconds
-            events.append(
-                Event(rank=rank, stage=index, kind=EventKind.REDUCE, start_us=start, end_us=done[rank])
-            )
-    done = dict.fromkeys(done, max(done.values(), default=0.0))
-    for index, microseconds in step_us.items():
-        for rank in plan.stages[index].ranks:
-            start, done[rank] = done[rank], done[rank] + microseconds
-            events.append(
-                Event(rank=rank, stage=index, kind=EventKind.STEP, start_us=start, end_us=done[rank])
             )
     return events
 
@@ -352,27 +348,6 @@ def drained_graph(plan: PipelinePlan) -> TaskGraph:
     return build_task_graph(plan, window_schedules(windows_of(plan), 1, forward_only_stages(plan)))
 
 
-def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
-    """Return what a window took while the pipeline was full, the mean of those that repeat.
-
-    Args:
-        plan: as of one window; ``timeline`` is of `num_windows` of them.
-    """
-    windows = windows_of(plan)
-    count = num_windows(windows)
-    ends = [0.0] * (count + 2)
-    for event in timeline.events:
-        task = event.task
-        if task is None:
-            continue
-        # A backward belongs to the window of the forward that it runs behind: with k in flight, B(m) follows
-        # F(m + k - 1). What falls behind the last window is the drain, one more entry.
-        behind = windows.in_flight[task.stage] - 1 if task.kind is TaskKind.BACKWARD else 0
-        window = min((task.micro_batch + behind) // windows.micro_batches + 1, count + 1)
-        ends[window] = max(ends[window], event.end_us)
-    return (ends[count] - ends[windows.first_steady]) / (count - windows.first_steady)
-
-
 def _window_ends(graph: TaskGraph, times: TaskTimes, windows: Windows, count: int) -> list[float]:
     """Return when each window (from 1; the drain last) ends on the last rank, updates included."""
     ends = [0.0] * (count + 2)
@@ -390,7 +365,6 @@ def _window_ends(graph: TaskGraph, times: TaskTimes, windows: Windows, count: in
 
 
 MODES = ("asynchronous", "rendezvous")
-_EVENTS = {InstructionKind.GATHER: EventKind.GATHER, InstructionKind.STEP: EventKind.STEP}
 
 
 def simulate_programs(
@@ -401,7 +375,7 @@ def simulate_programs(
     durations: Durations | None = None,
     mode: str = "asynchronous",
     share_links: bool = True,
-    reduce_us: Mapping[int, float] | None = None,
+    reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
     gather_us: Mapping[int, float] | None = None,
 ) -> Timeline:
@@ -410,7 +384,7 @@ def simulate_programs(
     Args:
         cluster, durations, share_links, reduce_us, step_us: as for `simulate_plan`.
         mode: ``asynchronous`` or ``rendezvous``.
-        gather_us: by stage, what one gather of its parameters takes (ZeRO 3).
+        gather_us: by stage, what one gather of its parameters takes (ZeRO 3), where ``reduce_us`` does not say.
 
     Raises:
         ScheduleError: the programs stop; the text shows where each rank stands.
@@ -418,22 +392,49 @@ def simulate_programs(
     """
     if mode not in MODES:
         raise ValueError(f"mode {mode!r}; choose one of {MODES}")
-    collective_us = {
-        InstructionKind.GATHER: gather_us or {},
-        InstructionKind.REDUCE_DATA: reduce_us or {},
-        InstructionKind.STEP: step_us or {},
-    }
+    reductions = reductions_of(plan, reduce_us)
+    if gather_us is not None:
+        reductions = reductions.with_gathers(gather_us)
+    if reductions.has_early:
+        reductions = reductions.with_early(stages_that_reduce_early(plan, programs))
     run = _ProgramRun(
         plan,
         programs,
         duration_reader(plan, durations),
         MessageCosts(cluster),
-        collective_us,
+        reductions,
+        step_us or {},
         is_rendezvous=mode == "rendezvous",
         share_links=share_links,
     )
     run.run()
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(run.events))
+
+
+def simulate_step(
+    plan: PipelinePlan,
+    *,
+    cluster: Cluster | None = None,
+    reductions: Reductions,
+    step_us: Mapping[int, float] | None = None,
+) -> Timeline:
+    """Return the timeline of one mini-batch that judges a plan: reductions are where its programs let them be.
+
+    Raises:
+        ScheduleError, PlanError: as of `simulate_plan`.
+    """
+    frozen = forward_only_stages(plan)
+    schedules = build_schedules(plan, forward_only_stages=frozen)
+    programs: tuple[RankProgram, ...] = ()
+    if reductions.has_early or reductions.is_between_tasks:
+        each = any(own.each_us for own in reductions.stages)
+        programs = lower_schedules(plan, schedules, forward_only_stages=frozen, reduce_each_backward=each)
+    if reductions.is_between_tasks:
+        return simulate_programs(plan, programs, cluster=cluster, reduce_us=reductions, step_us=step_us)
+    if reductions.has_early:
+        reductions = reductions.with_early(stages_that_reduce_early(plan, programs))
+    times: dict[str, Any] = {"cluster": cluster, "reduce_us": reductions, "step_us": step_us}
+    return simulate_plan(plan, schedules=schedules, forward_only_stages=frozen, **times)
 
 
 class _Gather(NamedTuple):
@@ -455,7 +456,8 @@ class _ProgramRun:
         programs: Sequence[RankProgram],
         duration: Callable[[Task, int], float],
         costs: MessageCosts,
-        collective_us: Mapping[InstructionKind, Mapping[int, float]],
+        reductions: Reductions,
+        step_us: Mapping[int, float],
         *,
         is_rendezvous: bool,
         share_links: bool,
@@ -473,7 +475,8 @@ class _ProgramRun:
         self.events: list[Event] = []
         self._plan = plan
         self._programs = {program.rank: program for program in programs}
-        self._costs, self._duration, self._collective_us = costs, duration, collective_us
+        self._costs, self._duration = costs, duration
+        self._collectives = ProgramReductions(plan, self._programs, reductions, step_us)
         self._num_ends = 2 if is_rendezvous else 1
         self._is_rendezvous = is_rendezvous
         self._share_links = share_links
@@ -578,6 +581,7 @@ class _ProgramRun:
         for rank in row:
             self._note(rank, task.stage, kind, now, end, micro_batch=task.micro_batch, half=task.half)
             self._push(end, 0, rank)
+            self._collectives.note(rank, task, now, end)
 
     def _post(self, kind: InstructionKind, message: Message, now: float) -> None:
         # Asynchronous: a message may have arrived before its receiver comes here. Receives need no posting then;
@@ -658,18 +662,14 @@ class _ProgramRun:
         if len(present) < len(members):
             return
         del self._barriers[kind, -1 if stage is None else stage]
-        event = _EVENTS.get(kind, EventKind.REDUCE)
-        for rank in members:
-            # one instruction is the step of all stages of a rank, which steps them one after the other
-            end = now
-            for own in self._programs[rank].stages if stage is None else (stage,):
-                start, end = end, end + self._collective_us.get(kind, {}).get(own, 0.0)
-                if end > start:
-                    self._note(rank, own, event, start, end)
-            if begun is None:
-                self._push(end, 0, rank)
+        is_last = not any(i.kind is kind and stage == program.stage_of(i) for i in behind)
+        found, ends = self._collectives.run(kind, stage, present, now, is_last=is_last)
+        self.events += found
         if begun is not None:
-            self._push(end, 3, begun)
+            self._push(max(ends.values()), 3, begun)
+            return
+        for rank, end in ends.items():
+            self._push(end, 0, rank)
 
     def _finish_gather(self, gather: _Gather, now: float) -> None:
         """The parameters are there: tasks of the stage that wait for them go on."""

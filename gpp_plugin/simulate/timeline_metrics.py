@@ -18,8 +18,11 @@ from statistics import median
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, LAST_KINDS, Event, EventKind, Timeline
 from gpp_plugin.schedule.messages import gradient_kinds
+from gpp_plugin.schedule.orders.async_1f1b import windows_of
+from gpp_plugin.simulate.predict import num_windows
 
 Steps = tuple[tuple[float, float], ...]
 """(microsecond, value from then on), in order of time."""
@@ -147,6 +150,27 @@ def start_up_us(timeline: Timeline) -> float:
         if event.kind is EventKind.FORWARD:
             first[event.stage] = min(first.get(event.stage, event.start_us), event.start_us)
     return max(first.values()) - min(first.values()) if first else 0.0
+
+
+def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
+    """Return what a window took while the pipeline was full, the mean of those that repeat.
+
+    Args:
+        plan: as of one window; ``timeline`` is of `num_windows` of them.
+    """
+    windows = windows_of(plan)
+    count = num_windows(windows)
+    ends = [0.0] * (count + 2)
+    for event in timeline.events:
+        task = event.task
+        if task is None:
+            continue
+        # A backward belongs to the window of the forward that it runs behind: with k in flight, B(m) follows
+        # F(m + k - 1). What falls behind the last window is the drain, one more entry.
+        behind = windows.in_flight[task.stage] - 1 if task.kind is TaskKind.BACKWARD else 0
+        window = min((task.micro_batch + behind) // windows.micro_batches + 1, count + 1)
+        ends[window] = max(ends[window], event.end_us)
+    return (ends[count] - ends[windows.first_steady]) / (count - windows.first_steady)
 
 
 def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
@@ -263,6 +266,22 @@ def test_errors_name_place_and_remedy(function, words, capsys, caplog, monkeypat
     assert "\n" not in text
     assert "def forward" not in capsys.readouterr().err
     assert not [record for record in caplog.records if record.name in TALKATIVE]
+
+
+def test_a_mode_of_the_callers_sees_nothing_of_a_capture() -> None:
+    """CUDA's sanitizer is one: it asks every tensor for its memory, and a fake one that is traced ended the process."""
+
+    class AsksForMemory(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            for each in tree_leaves((args, kwargs, result)):
+                assert not isinstance(each, FakeTensor), func
+            return result
+
+    model, make_batch = build("two_branch")
+    with AsksForMemory():
+        graph = capture_model(model, make_batch(4, 0))
+        recapture(model, graph.analysis, make_batch(2, 0))
 
 
 def test_missing_loss_says_how_to_get_one() -> None:

@@ -99,6 +99,11 @@ def test_why_it_cannot_be_compiled(without_nvcc: None, monkeypatch: pytest.Monke
     monkeypatch.setattr(optimizer_bytes.shutil, "which", lambda name: None if name == "ninja" else name)
     assert why_no_fused_adam() == "ninja cannot be found"
     monkeypatch.setattr(optimizer_bytes.shutil, "which", lambda name: name)
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    assert why_no_fused_adam() == ""
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "9.0a")  # of an image for one GPU
+    assert why_no_fused_adam().startswith("its builder cannot read TORCH_CUDA_ARCH_LIST='9.0a'")
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0 9.0+PTX")
     assert why_no_fused_adam() == ""
     monkeypatch.undo()
     monkeypatch.setitem(optimizer_bytes.installed_ops, "fused_adam", True)

@@ -70,6 +70,14 @@ def test_a_stopped_rank_is_named_when_the_limit_has_passed(at: str, tmp_path: Pa
         assert "its process is stopped (SIGSTOP" in ended[rank].last_line, ended[rank].said[-1500:]
 
 
+def test_a_rank_that_sleeps_is_named_where_ranks_do_not_wait_for_each_other_to_begin(tmp_path: Path) -> None:
+    fault = Fault(kind="sleep", rank=1, at="script:step 2")
+    block = {"stages": 2, "comm_timeout_s": LIMIT_S, "mode": "async"}
+    first, _ = run_job(FaultSettings(directory=str(tmp_path), fault=asdict(fault), block=block), 2)
+    assert first.code == 1 and first.last_line.startswith("gpp_plugin: rank 1"), first
+    assert "outside of the engine's calls: it did not come to train_batch" in first.last_line
+
+
 def test_a_rank_that_saves_alone_ends_at_the_limit(tmp_path: Path) -> None:
     settings = FaultSettings(
         directory=str(tmp_path),

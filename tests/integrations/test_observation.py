@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -300,6 +301,39 @@ def test_a_rank_that_takes_longer_than_planned_is_named_in_the_log_and_in_monito
             "Train/TaskTime/over_plan_rank_1": 1.2,
         }
     )  # fmt: skip
+
+
+def slowly_fed(uses_loader: bool) -> list[float]:
+    """Train with data that sleep on rank 1; return what the tasks of each rank take, in ms."""
+    model, make_batch = build("two_branch")
+    rows = make_batch(6 * B, 0)
+    samples = [{key: value[i] for key, value in rows.items()} for i in range(6 * B)]
+    given = {"training_data": SlowSamples(samples)} if uses_loader else {}
+    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 2}), **given)
+    watch, found = engine._metrics._stragglers, []
+    watch.WINDOW, note = 3, watch.note
+    watch.note = lambda tasks: found.append(note(tasks)) or found[-1]
+    stream = None if uses_loader else (SlowSamples([make_batch(B, seed)])[0] for seed in range(6))
+    for _ in range(4):
+        engine.train_batch(data_iter=stream)
+    return [found[-1][rank].us / 1e3 for rank in range(2)]
+
+
+class SlowSamples(list[Any]):
+    """Samples of which each is read for long on rank 1, longer than the tasks of a step take."""
+
+    def __getitem__(self, index: Any) -> Any:
+        time.sleep(SLOW_S * (os.environ["RANK"] == "1"))
+        return super().__getitem__(index)
+
+
+SLOW_S = 0.3
+
+
+@pytest.mark.parametrize("uses_loader", [False, True])
+def test_a_stage_whose_data_come_slowly_is_no_slow_stage(uses_loader: bool) -> None:
+    for times in run_kept_ranks(slowly_fed, 2, uses_loader):
+        assert max(times) < 1e3 * SLOW_S, times
 
 
 def slowed(block: dict[str, Any], factor: float) -> list[str]:

@@ -268,7 +268,6 @@ def weights_without_ranks(
     monkeypatch: pytest.MonkeyPatch, gathers: Any, device: str = "cpu"
 ) -> tuple[nn.Module, Any]:
     """Return a module of two types, so of two flat buffers, and its weights on the one rank of its stage."""
-    monkeypatch.setattr(sharded_weights, "all_gather", gathers)
     monkeypatch.setattr(
         sharded_weights, "begin_all_gather", lambda *tensors, **given: lambda: gathers(*tensors, **given)
     )

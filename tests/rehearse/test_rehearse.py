@@ -17,8 +17,8 @@ from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import lengthened
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.program_sets import window_schedules
-from gpp_plugin.simulate.predict import measured_steady_us, num_windows, predict_iteration_us
-from gpp_plugin.simulate.timeline_metrics import peak_in_flight
+from gpp_plugin.simulate.predict import num_windows, predict_iteration_us
+from gpp_plugin.simulate.timeline_metrics import measured_steady_us, peak_in_flight
 from tests.ranks import run_kept_ranks
 from tests.schedule.plans import freeze, with_all
 

@@ -47,6 +47,8 @@ stage           ranks  micro-batches  in flight  fwd ms  bwd ms   load    memory
 1 text_model        2          2 x 4          2   0.500    1.00   50 %  1.00 MiB       2
 2 loss              3          1 x 8          1   0.250   0.500   12 %         -       2
 
+what its step takes is not in this plan, or the plan was changed since: gpp plan --out writes it
+
 - the loss mixes the samples of a batch"""
 
 NARROW = """\

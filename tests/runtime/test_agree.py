@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 
+import pytest
 import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
@@ -90,7 +91,7 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
     line = f"(test_agree.py:{break_all.__code__.co_firstlineno + 1}, in break_all)"
     for rank, (done, refused, broken) in enumerate(answers):
         assert done == [rank] * (1 if rank == 2 else 2)
-        assert refused == "no such length"
+        assert refused == "rank 2: no such length"
         assert (
             broken.pop("exchange")
             == f"rank 1 (stage {STAGES[1]!r}): the third failed: KeyError: 'weight' {line}"
@@ -100,10 +101,23 @@ def test_what_fails_on_one_rank_fails_on_all() -> None:
         assert rank or broken == {"zero": "'weight'"}, "rank 0 has its own"
 
 
+def _fail_alike() -> str:
+    def fail() -> None:
+        raise ConfigError("no such key")
+
+    with pytest.raises(ConfigError) as error:
+        exchange(fail, what="the fourth", group=dist.new_group(backend="gloo"))
+    return str(error.value)
+
+
+def test_what_fails_on_all_ranks_is_no_rank_s_own() -> None:
+    assert run_kept_ranks(_fail_alike, 2) == ["no such key"] * 2
+
+
 def test_an_exchange_names_who_did_not_come() -> None:
     for rank, (told, refused, lost) in enumerate(run_kept_ranks(_meet_without, 4, 2)):
         assert told == [0, 10, 20, 30]
-        assert refused == "no such stage"
+        assert refused == f"rank 1 (stage {STAGES[1]!r}): no such stage"
         if rank != 2:
             assert lost.startswith(
                 f"rank {rank} (stage {STAGES[rank]!r}) waited for the other ranks at the profile "

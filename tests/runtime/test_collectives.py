@@ -1,14 +1,25 @@
-"""Collectives of all ranks: what is broadcast arrives."""
+"""Collectives of all ranks: what is broadcast arrives, and none is waited for without slices."""
 
 from __future__ import annotations
+
+import ast
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+import gpp_plugin
+from gpp_plugin.engine.stage_groups import broadcast_in_place
 from gpp_plugin.errors import CommTimeout
+from gpp_plugin.runtime.ranks import collectives as collectives_module
 from gpp_plugin.runtime.ranks.collectives import Collectives, wait_for
-from tests.ranks import run_kept_ranks
+from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.job_board import engine_call
+from tests.ranks import open_test_board, run_kept_ranks
 
 
 def make(timeout_s: float) -> Collectives:
@@ -67,3 +78,108 @@ def test_what_ends_just_after_a_wait_has_ended_well() -> None:
     with pytest.raises(CommTimeout, match="broke off .Operation timed out!"):
         wait_for(late, what="a sum", who="rank 0", group=None, limit_s=5.0)  # type: ignore[arg-type]
     assert late.waits == 2
+
+
+CALLS = {
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+}
+CALLS |= {"recv", "reduce", "reduce_scatter_tensor", "scatter", "send"}
+WITHOUT = {"device_memory.py"}
+"""Waits as torch does, while devices are measured."""
+NO_JOB = {"compare", "demo", "doctor", "rehearse", "transport_trial.py"}
+"""Rooms whose commands start ranks of their own."""
+
+
+def test_no_wait_of_a_job_is_torch_s_own() -> None:
+    """Its limits are half an hour, and it names nobody."""
+    root, found = Path(gpp_plugin.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        if path.relative_to(root).parts[0] in NO_JOB:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            if name.removeprefix("dist.") in CALLS and name.startswith("dist."):
+                assert isinstance(node, ast.Call)
+                if "async_op" not in [keyword.arg for keyword in node.keywords]:
+                    found.add(path.name)
+    assert found == WITHOUT, found
+
+
+def share_without_one() -> str:
+    """Share a weight of rank 1 with all ranks; it comes when the others have given up."""
+    open_test_board(limit_s=1.0)
+    store, weight = dist.distributed_c10d._get_default_store(), torch.zeros(3)
+    group = dist.new_group(backend="gloo")
+    if dist.get_rank() == 1:
+        store.wait(["given up"])
+    else:
+        with pytest.raises(CommTimeout) as error, engine_call("initialize", is_fatal=lambda: False):
+            broadcast_in_place(weight, source=1, group=group)
+        store.set("given up", "1")
+        return str(error.value)
+    broadcast_in_place(weight, source=1, group=group)
+    return ""
+
+
+def test_a_rank_that_does_not_come_to_share_weights_is_named() -> None:
+    said, _ = run_kept_ranks(share_without_one, 2)
+    assert "waited for the other ranks at the first weights of a stage's ranks (limit 1 s)" in said, said
+    assert "rank 1 failed first, outside of the engine's calls: it did not come to" in said, said
+
+
+def test_what_the_thread_that_looks_at_messages_meets_does_not_end_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A group that is gone meanwhile: other waits are still to be ended."""
+    monkeypatch.setattr(collectives_module, "SLICE_S", 0.05)
+    board: Any = SimpleNamespace(first="rank 2 failed first")
+    monkeypatch.setattr(collectives_module, "job_board", lambda: board)
+    watch, closed = collectives_module._MessageWatch(), []
+
+    def fail() -> None:
+        closed.append("first")
+        raise ValueError("this group is gone")
+
+    facts: Any = {"what": "a message", "group": None, "limit_s": 0.0}
+    waits = [
+        collectives_module._Waiting(**facts, hang_up=hang_up)
+        for hang_up in (fail, lambda: closed.append("second"))
+    ]
+    with watch.over(waits[0]):
+        thread, deadline = watch._thread, time.monotonic() + 30
+        while not closed and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        with watch.over(waits[1]):
+            while "second" not in closed and time.monotonic() < deadline:
+                time.sleep(0.01)
+        assert thread is not None and watch._thread is thread and thread.is_alive()
+    assert "second" in closed
+
+
+def load_for_long() -> str:
+    """Wait on rank 0 for a rank that is at work, longer than for one that is."""
+    open_test_board(limit_s=0.5)
+    store, group = dist.distributed_c10d._get_default_store(), dist.new_group(backend="gloo")
+    collectives = Collectives(group=group, who="rank 0", timeout_s=1.5)
+    with engine_call("train_batch", is_fatal=lambda: False):
+        if dist.get_rank() == 0:
+            with pytest.raises(CommTimeout) as error:
+                collectives.barrier("the mini-batch that every rank loads")
+            store.set("gone on", "1")
+            return str(error.value)
+        with HERE.during("loading data"):
+            store.wait(["gone on"])
+        collectives.barrier("the mini-batch that every rank loads")
+    return ""
+
+
+def test_a_rank_that_is_at_work_for_too_long_is_named() -> None:
+    said, _ = run_kept_ranks(load_for_long, 2)
+    assert " s rank 1 failed first, in train_batch, loading data: it did not come to" in said, said

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import CommTimeout, ConfigError
 from gpp_plugin.runtime.ranks import failure_board, job_board
-from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, FirstFailure
+from gpp_plugin.runtime.ranks.failure_board import HERE, FailureBoard, FirstFailure, SeenRank
 from gpp_plugin.runtime.ranks.job_board import is_broken_connection, mark_shared
 
 
@@ -49,6 +49,46 @@ def test_the_thread_finds_a_failure_that_nobody_asked_for() -> None:
     while boards[0].first is None and time.monotonic() < deadline:
         time.sleep(0.05)
     assert boards[0].first is not None and boards[0].first.rank == 1
+    close(boards)
+
+
+def test_where_all_live_a_rank_outside_of_the_engine_s_calls_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(failure_board, "SETTLING_S", 0.1)
+    boards = make_boards(3)
+    seen = [
+        SeenRank(rank=rank, state="alive", facts={"stage": "text", "call": call})
+        for rank, call in ((1, "train_batch"), (2, ""))
+    ]
+    monkeypatch.setattr(boards[0], "look", lambda: seen)
+    assert boards[0].find() is None, "this one is in no call either"
+    monkeypatch.setattr(HERE, "call", "train_batch")
+    assert str(boards[0].find()) == (
+        "rank 2 (stage 'text') failed first, outside of the engine's calls: it did not come to train_batch, which every "
+        "rank calls"
+    )
+    close(boards)
+
+
+def test_what_the_board_s_thread_meets_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else publishes this rank's beats, or ends it where it is stuck."""
+    monkeypatch.setattr(failure_board, "BEAT_S", 0.05)
+    boards = make_boards(2)
+    failed = threading.Event()
+
+    def fail() -> None:
+        failed.set()
+        raise ValueError("what is written there is no JSON")
+
+    monkeypatch.setattr(boards[0], "_read_first", fail)
+    assert failed.wait(60)
+    number = boards[0]._number
+    monkeypatch.undo()
+    deadline = time.monotonic() + 60
+    while boards[0]._number < number + 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert boards[0]._number >= number + 3
     close(boards)
 
 

@@ -13,6 +13,7 @@ PARTS = {
     "faults": "tests.soak.rank_faults:main",
     "saves": "tests.soak.rank_saves:main",
     "resumes": "tests.soak.rank_resumes:main",
+    "elastic": "tests.soak.rank_resumes:elastic",
     "endurance": "tests.soak.endurance:main",
     "generation": "tests.soak.generation:main",
     "trainer": "tests.soak.trainer:main",

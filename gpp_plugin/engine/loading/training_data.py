@@ -15,6 +15,10 @@ from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position, trying_position
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.ranks.failure_board import HERE
+
+LOADING = "loading data"
+"""Where a rank is in the meantime, to the others."""
 
 # Mini-batches that were taken of iterators before they are trained, each stored as long as its iterator.
 
@@ -156,6 +160,7 @@ class TrainingData:
             return batch
         return self._agreed(lambda: self._take(data_iter) if taken is None else _result(taken), compares=True)
 
+    @HERE.during(LOADING)
     def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
 
@@ -205,6 +210,7 @@ class TrainingData:
     def _source(self, data_iter: Iterator[Any] | None) -> Any:
         return data_iter if data_iter is not None else self._own if self._own is not None else self._iterator
 
+    @HERE.during(LOADING)
     def _take(self, data_iter: Iterator[Any] | None) -> Batch:
         if data_iter is not None:
             return self._batch_source.collect(data_iter)

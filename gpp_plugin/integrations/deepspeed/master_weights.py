@@ -49,6 +49,7 @@ from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
 from gpp_plugin.engine.partitioned_gradients import FlatGroup, ParameterSpan
 from gpp_plugin.engine.sharded_weights import FlatWeights
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.ranks.collectives import all_reduce
 from gpp_plugin.runtime.weight_versions import ParameterPlaces, WeightPlace, WeightPlaces
 
 
@@ -324,8 +325,8 @@ class MasterWeights:
             part = part.narrow(0, fragment.master_start, fragment.num_elements)
             whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
         # Every element is in one rank's partition, zero on the others: their sum is the whole.
-        if self.partitioned:
-            dist.all_reduce(whole, group=self._data_group)
+        if self.partitioned and self._data_group is not None:
+            all_reduce(whole, group=self._data_group, what=f"the whole of {name}")
         return whole.view(parameter.shape)
 
     def publish_loss_scale(self, scale: float) -> None:

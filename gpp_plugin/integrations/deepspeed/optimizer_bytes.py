@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import builder
+from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
 
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.integrations.deepspeed.config_values import StageConfig, torch_adam_params
@@ -50,7 +52,17 @@ def why_no_fused_adam() -> str:
     except Exception as error:  # DeepSpeed's own types, one for each thing that may be wrong with nvcc
         return first_line(error)
     lacking = [name for name in ("ninja", "c++") if shutil.which(name) is None]
-    return f"{' and '.join(lacking)} cannot be found" if lacking else ""
+    if lacking:
+        return f"{' and '.join(lacking)} cannot be found"
+    # Images for one GPU name it as "9.0a", of which DeepSpeed 0.19.8 makes a ValueError.
+    if named := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        its = FusedAdamBuilder()
+        its.jit_mode = True
+        try:
+            its.compute_capability_args()
+        except (ValueError, RuntimeError):
+            return f"its builder cannot read TORCH_CUDA_ARCH_LIST={named!r}; plain numbers such as 9.0 it can"
+    return ""
 
 
 def with_usable_adam(
@@ -90,14 +102,14 @@ def with_usable_adam(
     if params is None:
         raise ConfigError(
             f"optimizer.params: {sorted(changed['optimizer']['params'])} hold what torch's Adam does not know, and "
-            f"{why}; remove it, or install the CUDA toolkit of torch's version"
+            f"{why}; remove it, or mend that: it needs the CUDA toolkit of torch's version, ninja and a C++ compiler"
         )
     if not params.get("foreach"):
         params["fused"] = True
     changed["optimizer"]["params"] = params
     return changed, (
         f"optimizer.type {name}: {why}, so that torch's fused implementation is used; "
-        "install the CUDA toolkit of torch's version for DeepSpeed's"
+        "DeepSpeed's needs the CUDA toolkit of torch's version, ninja and a C++ compiler"
     )
 
 

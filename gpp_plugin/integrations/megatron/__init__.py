@@ -38,6 +38,7 @@ from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.megatron import cpu
 from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams
+from gpp_plugin.runtime.ranks.collectives import finish
 
 # Weights of a chunk from those of a whole model at tensor size 1, and back.
 #
@@ -146,7 +147,8 @@ def _gather(value: Tensor, parameter: Tensor, context: StageContext) -> Tensor:
         return value
     assert context.tensor_group is not None
     shares = [torch.empty_like(value) for _ in range(context.tensor_size)]
-    dist.all_gather(shares, value, group=context.tensor_group)
+    work = dist.all_gather(shares, value, group=context.tensor_group, async_op=True)
+    finish(work, value, group=context.tensor_group, what="a weight that tensor ranks hold in parts")
     return join_shards(shares, **_way(parameter))
 
 

@@ -26,9 +26,10 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
-from gpp_plugin.errors import CommTimeout, ConfigError
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.model.graph.stage_graph import StageContext
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
+from gpp_plugin.runtime.ranks.collectives import all_reduce, finish
 
 # The process groups of a stage as megatron-core takes them: a `ProcessGroupCollection` laid out by a `HyperCommGrid`.
 #
@@ -196,22 +197,12 @@ class DropoutStreams:
         # generators are equal.
         drawn = torch.empty((), dtype=torch.int64).random_(_SEEDS)
         if self._context.tensor_size > 1:  # on the CPU: no device waits for it
-            self._share(drawn)
+            group = self._context.tensor_group
+            work = dist.broadcast(drawn, group=group, group_src=0, async_op=True)
+            finish(work, drawn, group=group, what="the seed of dropout")
         with restored_streams(self._context.device):
             seed_streams((int(drawn) + self._place) % _SEEDS, self._context)
             yield
-
-    def _share(self, drawn: torch.Tensor) -> None:
-        """Take the number that the first rank of the tensor group drew."""
-        context = self._context
-        try:
-            dist.broadcast(drawn, group=context.tensor_group, group_src=0)
-        except RuntimeError as error:
-            raise CommTimeout(
-                f"rank {context.rank} (stage {context.stage!r}, tensor rank {context.tensor_rank}) waited for the "
-                f"dropout seed among {context.tensor_size} tensor ranks, and one did not come or is gone: look for the "
-                "first error of the others"
-            ) from error
 
 
 def seed_streams(seed: int, context: StageContext) -> None:
@@ -447,7 +438,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, group: Any) -> 
     with torch.no_grad():
         largest = logits.amax(dim=-1)
         if group.size() > 1:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+            all_reduce(largest, op=dist.ReduceOp.MAX, group=group, what="the largest logit")
     logits = logits - largest.unsqueeze(-1)
     own = target - group.rank() * logits.shape[-1]
     is_own = (own >= 0) & (own < logits.shape[-1])

@@ -18,13 +18,11 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     boundary_us,
     interval_sums,
-    link_for_span,
     link_us_per_byte,
     prefix_sums,
-    ring_us,
     us_per_sample,
 )
-from gpp_plugin.plan.costs.estimate import evaluate_us
+from gpp_plugin.plan.costs.estimate import evaluate_us, exposed_us
 from gpp_plugin.plan.graphpipe.intervals import interval_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight
 from gpp_plugin.plan.memory.operator_chain import OperatorChain
@@ -125,16 +123,16 @@ class ChainCosts:
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         gradient = interval_sums(self._held[1])
-        link = link_for_span(self.request.cluster, degree)
-        reduce_us = np.where(gradient > 0, ring_us(1e9, degree, link) / 1e9 * gradient, 0.0)
+        reduce_us = self.costs.reduction(degree, 1).us(gradient)
         link_us = boundary_us(self.boundary_bytes, degree, self.link_us_per_byte)
         for size in map(int, np.unique(sizes[sizes > 0])):
             forward, backward = self.costs.block_times(size / degree)
-            reduces = self.costs.num_reductions(mini_batch // size)
+            reducing = reduce_us * self.costs.num_reductions(mini_batch // size)
+            behind = exposed_us(self.costs, reducing, interval_sums(self._prefix(backward)), gradient)
             time = us_per_sample(
                 interval_sums(self._prefix(forward + backward)),
                 size,
-                reduce_us=reduce_us * reduces / mini_batch,
+                reduce_us=behind / mini_batch,
                 link_us=link_us,
             )
             result[sizes == size] = time[sizes == size]

@@ -36,11 +36,10 @@ from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     boundary_us,
-    link_for_span,
     link_us_per_byte,
-    ring_us,
     us_per_sample,
 )
+from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules
 from gpp_plugin.plan.selection import explain_infeasible
@@ -266,11 +265,10 @@ class Downsets:
         self._read = self.member @ flags.T
         self._num_readers = flags.sum(axis=1)
 
-    def times_of(self, grid: Grid, size: int) -> Floats:
-        """Return [block] microseconds of forward and backward on one rank of a grid."""
+    def times_of(self, grid: Grid, size: int) -> tuple[Floats, Floats]:
+        """Return [block] microseconds of forward and of backward on one rank of a grid."""
         degree, tensor = grid
-        found: Floats = np.add(*self.costs.at_tensor(tensor).block_times(size / degree))
-        return found
+        return self.costs.at_tensor(tensor).block_times(size / degree)
 
     def _may_have(self, at: int, after: Ints, tensor: int) -> Bools:
         """Return by stage whether it may be of that tensor size (`TensorRules`)."""
@@ -355,7 +353,7 @@ def _partition(
     value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
     choice = np.zeros((num, ranks + 1, 3), dtype=np.int64)
-    each = [table.times_of(grid, size) * (grid[0] * grid[1] / size) for grid, size in works]
+    each = [np.add(*table.times_of(grid, size)) * (grid[0] * grid[1] / size) for grid, size in works]
     work = table.member @ np.min(each, axis=0)
     for at in range(num - 2, -1, -1):
         fewest, largest = _rank_window(work, at, ranks, most_us)
@@ -409,17 +407,18 @@ def _candidates(work: Floats, at: int, own_ranks: int, ranks_left: int, most_us:
 
 Grid = tuple[int, int]
 """Data and tensor ranks of a stage."""
-_Works = dict[tuple[Grid, int], Floats]
-"""By grid and micro-batch size: [downset] microseconds of its blocks' forwards and backwards."""
+_Works = dict[tuple[Grid, int], tuple[Floats, Floats]]
+"""By grid and micro-batch size: [downset] microseconds of its blocks' forwards, and of their backwards."""
 
 
 def _works(table: Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
     classes = np.arange(-1, 2 * len(table.size_classes.flags))
     return {
-        (grid, size): table.member @ table.times_of(grid, size)
+        (grid, size): (table.member @ forward, table.member @ backward)
         for grid in grids
         for size in map(int, np.unique(table.size_classes.sizes(classes, grid[0], wish)))
         if size > 0
+        for forward, backward in (table.times_of(grid, size),)
     }
 
 
@@ -427,15 +426,13 @@ def _times(table: Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, w
     """Return what each stage takes a sample; inf where it has no micro-batch size."""
     mini_batch, (degree, tensor) = table.request.mini_batch, grid
     link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
-    link = link_for_span(table.request.cluster, degree * tensor)
-    reduce_us = ring_us(1e9, degree, link) / 1e9 * stages.held[1]
+    reduce_us = table.costs.reduction(degree, tensor).us(stages.held[1])
     us = np.full(len(sizes), np.inf)
     for size in map(int, np.unique(sizes[sizes > 0])):
-        work = works[grid, size]
-        reduces = table.costs.num_reductions(mini_batch // size)
-        time = us_per_sample(
-            work[stages.after] - work[at], size, reduce_us=reduce_us * reduces / mini_batch, link_us=link_us
-        )
+        forward, backward = (us[stages.after] - us[at] for us in works[grid, size])
+        reducing = reduce_us * table.costs.num_reductions(mini_batch // size)
+        behind = exposed_us(table.costs.at_tensor(tensor), reducing, backward, stages.held[1])
+        time = us_per_sample(forward + backward, size, reduce_us=behind / mini_batch, link_us=link_us)
         us[sizes == size] = time[sizes == size]
     return us
 

@@ -6,18 +6,20 @@ at the sender's port and at the receiver's, in the order of the tasks that need 
 
 That makes it another algorithm than the event loop, not a copy: it needs no clock common to all stages. A stage runs
 on until a message is missing, then the next one does, in any order; each has a clock of its own. What it plays with
-is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reduce_times`.
+is the same: `stage_task_us`, `Link.occupied_us`, `CostModel.reductions`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import (
@@ -29,36 +31,36 @@ from gpp_plugin.ir.plan import (
     forward_only_stages,
     stage_task_us,
 )
-from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.step_cost import (
     GATHERS,
     REDUCTIONS,
     TENSOR_SUMS,
-    CollectiveCost,
+    CollectiveTime,
+    Reductions,
+    StageReductions,
     StepCost,
     StepPrices,
 )
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, num_gathers, us_per_sample
+from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, us_per_sample
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.schedule.build import build_schedules
-from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
-from gpp_plugin.simulate.predict import (
-    AsyncPrediction,
-    predict_iteration_us,
-    simulate_plan,
-    simulate_programs,
-    simulate_windows,
-)
+from gpp_plugin.simulate.predict import AsyncPrediction, predict_iteration_us, simulate_step, simulate_windows
+from gpp_plugin.simulate.reductions import total_times
 from gpp_plugin.simulate.timeline_metrics import start_up_us
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTiming:
-    """What the prediction needs of a stage; times of one micro-batch, reduction once a step."""
+    """What the prediction needs of a stage; times of one micro-batch, reduction once a step.
+
+    Args:
+        reduce_us: what is left of its last sum behind its last backward (`StageReductions.exposed_us`).
+        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` behind
+            the step of all stages.
+    """
 
     micro_batch_size: int
     in_flight: int
@@ -66,6 +68,9 @@ class StageTiming:
     forward_us: float
     backward_us: float
     reduce_us: float
+    gather_us: float = 0.0
+    each_us: float = 0.0
+    step_us: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +109,17 @@ _Incoming = tuple[int, list[float], float, float]
 """(micro-batch size of the sender, when each of its messages has left, time at the port, latency)."""
 
 
-def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[EdgeTiming]) -> float:
-    """Return microseconds from the first forward to the last reduction; inf where it would stop."""
+def estimate_us(
+    mini_batch: int,
+    stages: Sequence[StageTiming],
+    edges: Sequence[EdgeTiming],
+    tied: Sequence[tuple[tuple[int, ...], float]] = (),
+) -> float:
+    """Return microseconds from the first forward to the last reduction; inf where it would stop.
+
+    Args:
+        tied: as of `Reductions`.
+    """
     sizes = [s.micro_batch_size for s in stages]
     orders = [task_order(mini_batch // s.micro_batch_size, s.in_flight, s.k) for s in stages]
     # By stage and direction: what a task waits for, and what its messages are added to.
@@ -127,7 +141,7 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
     # Message m of an edge is the sender's m-th micro-batch: a consumer of other sizes takes the first one that
     # reaches its last sample (sender 2, consumer 3 samples: its task 1 ends at sample 6, message 2).
     heads = [0] * len(stages)
-    clocks = [0.0] * len(stages)
+    clocks = [stage.gather_us for stage in stages]
     out_free = [0.0] * len(stages)
     in_free = [0.0] * len(stages)
     waiting = list(range(len(stages)))
@@ -137,7 +151,7 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
         begun = head = heads[s]
         last = len(order)
         received, stage_sends = (incoming[0][s], incoming[1][s]), (sends[0][s], sends[1][s])
-        durations = stages[s].forward_us, stages[s].backward_us
+        durations, held = (stages[s].forward_us, stages[s].backward_us), (0.0, stages[s].each_us)
         clock, in_port, out_port = clocks[s], in_free[s], out_free[s]
         while head < last:
             task = order[head]
@@ -156,13 +170,19 @@ def estimate_us(mini_batch: int, stages: Sequence[StageTiming], edges: Sequence[
             for messages, hold in stage_sends[way]:
                 out_port = (out_port if out_port > clock else clock) + hold
                 messages.append(out_port)
+            clock += held[way]
             head += 1
         heads[s], clocks[s], in_free[s], out_free[s] = head, clock, in_port, out_port
         if head > begun:
             waiting.extend(other for other in neighbours[s] if heads[other] < len(orders[other]))
     if any(head < len(order) for head, order in zip(heads, orders, strict=True)):
         return float("inf")
-    return max(clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True))
+    ends = [clock + stage.reduce_us for clock, stage in zip(clocks, stages, strict=True)]
+    for holders, us in tied:
+        together = max(ends[i] for i in holders) + us
+        for i in holders:
+            ends[i] = together
+    return max(ends) + max(stage.step_us for stage in stages)
 
 
 def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, float, float]] | None:
@@ -183,7 +203,7 @@ def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, fl
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one step of a whole plan."""
-    reduces = costs.reduce_times(plan)
+    reductions = costs.reductions(plan)
     stages = [
         StageTiming(
             micro_batch_size=stage.micro_batch_size,
@@ -191,12 +211,16 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             k=stage.k,
             forward_us=stage_task_us(stage, TaskKind.FORWARD),
             backward_us=stage_task_us(stage, TaskKind.BACKWARD),
-            reduce_us=reduces[i],
+            # the last sum of those behind each backward is one of them
+            reduce_us=own.exposed_us(stage.backward_us) - own.each_us,
+            gather_us=own.gather_us,
+            each_us=own.each_us,
+            step_us=own.step_us,
         )
-        for i, stage in enumerate(plan.stages)
+        for stage, own in zip(plan.stages, reductions.stages, strict=True)
     ]
     edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
-    us = estimate_us(plan.mini_batch, stages, edges)
+    us = estimate_us(plan.mini_batch, stages, edges, reductions.tied)
     return max(us, _busiest_adapter_us(plan, edges, costs)) if costs.cluster.has_adapters else us
 
 
@@ -255,10 +279,23 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     )
 
 
-# The simulator as the evaluator of plans: links shared, reductions after the last backward.
+# The simulator as the evaluator of plans: links shared, reductions as `simulate.reductions` has them.
 #
 # An asynchronous plan is not simulated: its pipeline never runs dry, so it takes its micro-batches times the slowest
 # stage (PipeDream, section 3.1).
+
+
+def exposed_us(costs: CostModel, reduce_us: Any, backward_us: Any, gradient_bytes: Any) -> Any:
+    """Return the least of a stage's reductions that nothing hides, for searches: numbers, or arrays of them.
+
+    A bound of `StageReductions.exposed_us`: a sum in several buckets may hide behind all of the last backward, one in
+    a single bucket hides behind nothing. Plans are judged by the sums as they are.
+
+    Args:
+        reduce_us: n R, or a sample's share of it; ``backward_us`` of one micro-batch, or the same share.
+    """
+    return np.where(gradient_bytes > costs.bucket_bytes, np.maximum(reduce_us - backward_us, 0.0), reduce_us)
+
 
 MAX_RANK_TASKS = 60_000
 """Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
@@ -285,7 +322,7 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         plan,
         cluster=costs.cluster,
         forward_only_stages=forward_only_stages(plan),
-        reduce_us=costs.reduce_times(plan),
+        reduce_us=costs.reductions(plan),
     )
 
 
@@ -317,30 +354,26 @@ def with_cost(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
 
 def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     """Return what a step of a plan costs, and what its ranks hold by the plan's own breakdown of memory."""
-    prices, programs = _prices(plan, costs), _programs(plan)
-    timeline, windows = _played(plan, prices, programs)
-    # with one more thing that takes time in each: tasks, messages, reductions, gathers, optimizer
-    steps = [StepPrices()]
-    for name in ("cluster", "reduce_us", "gather_us", "update_us"):
-        steps.append(dataclasses.replace(steps[-1], **{name: getattr(prices, name)}))
-    ends = [_step_us(plan, each, programs) for each in steps]
-    message_us, *exposed, optimizer_us = (max(after - before, 0.0) for before, after in pairwise(ends))
+    prices = _prices(plan, costs)
+    assert prices.reductions is not None
+    # tasks alone, and with one more thing each that takes time: messages, reductions, gathers, the optimizer
+    steps = [StepPrices(), StepPrices(cluster=prices.cluster)]
+    for reductions in (prices.reductions.with_gathers({}), prices.reductions):
+        steps.append(StepPrices(cluster=prices.cluster, reductions=reductions))
+    ends: list[float] = []
+    for number, each in enumerate(steps):
+        is_same = number and each == steps[number - 1]  # nothing is gathered, most often
+        ends.append(ends[-1] if is_same else _step_us(plan, each))
+    played = play_step(plan, prices)
+    windows = None if isinstance(played, Timeline) else played
+    timeline = played if isinstance(played, Timeline) else played.timeline
+    ends.append(timeline.iteration_us if windows is None else windows.steady_us)
+    message_us, reduce_us, gather_us, optimizer_us = (max(b - a, 0.0) for a, b in pairwise(ends))
     num_steps = 1 if windows is None else windows.num_windows
     busy = timeline.busy_us()
     busiest = max(busy, key=lambda rank: busy[rank])
     busy_us, own = busy[busiest] / num_steps, plan.stages_of_rank(busiest)
-    sums_us = sum(costs.sum_us(plan.stages[index]) * plan.num_micro_batches(index) for index in own)
-    each_us = [
-        us * (1 if windows is None else plan.num_micro_batches(i)) for i, us in enumerate(prices.reduce_us)
-    ]
-    totals = (
-        max(sum(each_us[index] for index in plan.stages_of_rank(rank)) for rank in busy),
-        _most_us(timeline, EventKind.GATHER) / num_steps,
-    )
-    collectives = [
-        CollectiveCost(kind=kind, total_us=max(total, us), exposed_us=us)
-        for kind, total, us in zip((REDUCTIONS, GATHERS), totals, exposed, strict=True)
-    ]
+    sums_us = sum(_sum_us(plan.stages[index], costs) * plan.num_micro_batches(index) for index in own)
     return StepCost(
         plan=cost_key(plan),
         prices=prices,
@@ -349,7 +382,11 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         compute_us=busy_us - sums_us,
         bubble_us=max(ends[0] - busy_us, 0.0),
         message_us=message_us,
-        collectives=(*collectives, CollectiveCost(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us)),
+        collectives=(
+            _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
+            _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
+            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+        ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
         drain_us=0.0 if windows is None else max(windows.drain_us, 0.0),
@@ -357,24 +394,29 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     )
 
 
-def simulate_step(plan: PipelinePlan, prices: StepPrices) -> Timeline | AsyncPrediction:
-    """Return the timeline that the step's costs of a plan at these prices are read off; of mode async its windows."""
-    timeline, windows = _played(plan, prices, _programs(plan))
-    return timeline if windows is None else windows
+def play_step(plan: PipelinePlan, prices: StepPrices) -> Timeline | AsyncPrediction:
+    """Return the timeline that the costs of a plan's step are read off; of mode async that of its windows."""
+    updates = {index: us for index, us in enumerate(prices.update_us) if us > 0.0}
+    reductions = prices.reductions or Reductions(stages=(StageReductions(),) * len(plan.stages))
+    if plan.mode == "sync":
+        return simulate_step(plan, cluster=prices.cluster, reductions=reductions, step_us=updates)
+    # in windows of one micro-batch, what follows each backward
+    once = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
+    each = {index: us + updates.get(index, 0.0) for index, us in total_times(once, reductions).items()}
+    return simulate_windows(plan, cluster=prices.cluster, update_us=each)
 
 
 def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
     """Return what a plan is simulated with on a cluster; None: on its own.
 
-    Collectives and optimizer steps are priced for the plan's own links and devices: on others only messages, and
-    gathers of parameters, take time, and without any nothing does.
+    Reductions and optimizer steps are priced for the plan's own links and devices: on others only messages, and gathers
+    of parameters, take time, and without any nothing does.
     """
     own = StepPrices() if plan.cost is None else plan.cost.prices
     if cluster is None or (own.cluster is not None and _prices_alike(cluster, own.cluster)):
         return own
-    gathers = gather_times(plan, cluster)
-    each = tuple(gathers.get(index, 0.0) for index in range(len(plan.stages))) if gathers else ()
-    return StepPrices(cluster=cluster, gather_us=each)
+    gathers, free = gather_times(plan, cluster), Reductions(stages=(StageReductions(),) * len(plan.stages))
+    return StepPrices(cluster=cluster, reductions=free.with_gathers(gathers))
 
 
 def _prices_alike(one: Cluster, other: Cluster) -> bool:
@@ -384,81 +426,29 @@ def _prices_alike(one: Cluster, other: Cluster) -> bool:
 
 def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
     cluster = dataclasses.replace(costs.cluster, devices=costs.cluster.devices[: plan.num_ranks])
-    # an asynchronous stage reduces and steps behind each backward
-    once = (
-        plan if plan.mode == "sync" else dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
-    )
-    reduces, gathers = costs.reduce_times(once), gather_times(plan, cluster)
     updates = []
-    for index, (stage, part) in enumerate(zip(plan.stages, plan.memory, strict=True)):
-        if index in gathers:  # counted among the reductions, but they have times of their own
-            is_alone = all(len(plan.stages_of_rank(rank)) == 1 for rank in stage.ranks)
-            count = num_gathers(plan.num_micro_batches(index), is_alone=is_alone)
-            reduces[index] = max(reduces[index] - count * gathers[index], 0.0)
+    for stage, part in zip(plan.stages, plan.memory, strict=True):
         stepped = stage.gradient_bytes / (stage.degree if costs.zero_stage >= 1 else 1)
         speed = min(cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks)
         updates.append(2 * (part.optimizer + stepped) / speed * 1e6)
-    indices = range(len(plan.stages))
-    return StepPrices(
-        cluster=cluster,
-        reduce_us=tuple(reduces.get(index, 0.0) for index in indices),
-        gather_us=tuple(gathers.get(index, 0.0) for index in indices) if gathers else (),
-        update_us=tuple(updates),
-    )
+    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=tuple(updates))
 
 
-def _programs(plan: PipelinePlan) -> tuple[RankProgram, ...]:
-    """Return the programs that alone say where gathers stand; none of a plan that gathers nothing."""
-    if plan.mode == "async" or not any(stage.gathered_bytes for stage in plan.stages):
-        return ()
-    frozen = forward_only_stages(plan)
-    return lower_schedules(
-        plan, build_schedules(plan, forward_only_stages=frozen), forward_only_stages=frozen
-    )
+def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
+    played = play_step(plan, prices)
+    return played.iteration_us if isinstance(played, Timeline) else played.steady_us
 
 
-def _played(
-    plan: PipelinePlan, prices: StepPrices, programs: Sequence[RankProgram]
-) -> tuple[Timeline, AsyncPrediction | None]:
-    if plan.mode == "async":
-        windows = simulate_windows(plan, cluster=prices.cluster, update_us=_updates(prices))
-        return windows.timeline, windows
-    tails = {"reduce_us": _by_stage(prices.reduce_us), "step_us": _by_stage(prices.update_us)}
-    if programs:
-        gathers = _by_stage(prices.gather_us)
-        return simulate_programs(plan, programs, cluster=prices.cluster, gather_us=gathers, **tails), None
-    frozen = forward_only_stages(plan)
-    return simulate_plan(plan, cluster=prices.cluster, forward_only_stages=frozen, **tails), None
-
-
-def _step_us(plan: PipelinePlan, prices: StepPrices, programs: Sequence[RankProgram]) -> float:
-    """Return the step of `_played`, without making events where that can be."""
-    if programs or plan.mode == "async":
-        timeline, windows = _played(plan, prices, programs)
-        return timeline.iteration_us if windows is None else windows.steady_us
-    return predict_iteration_us(
-        plan,
-        cluster=prices.cluster,
-        forward_only_stages=forward_only_stages(plan),
-        reduce_us=_by_stage(prices.reduce_us),
-        step_us=_by_stage(prices.update_us),
-    )
-
-
-def _by_stage(each_us: Sequence[float]) -> dict[int, float]:
-    return {index: us for index, us in enumerate(each_us) if us > 0.0}
-
-
-def _updates(prices: StepPrices) -> dict[int, float]:
-    """Return by stage what follows each backward in mode async."""
-    pairs = itertools.zip_longest(prices.reduce_us, prices.update_us, fillvalue=0.0)
-    return {index: reduce + update for index, (reduce, update) in enumerate(pairs)}
-
-
-def _most_us(timeline: Timeline, kind: EventKind) -> float:
-    """Return what the rank with most events of a kind spends in them."""
+def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveTime:
+    """Return the costs of a kind of collectives, of the rank with most of them in a timeline."""
     spent: dict[int, float] = defaultdict(float)
-    for event in timeline.events:
-        if event.kind is kind:
-            spent[event.rank] += event.end_us - event.start_us
-    return max(spent.values(), default=0.0)
+    for each in timeline.events:
+        if each.kind is event:
+            spent[each.rank] += each.end_us - each.start_us
+    return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
+
+
+def _sum_us(stage: Stage, costs: CostModel) -> float:
+    """Return the microseconds of tensor sums in a forward and a backward of a stage."""
+    own, local = costs.on(stage), stage.local_batch_size
+    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())

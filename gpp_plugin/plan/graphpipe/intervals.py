@@ -465,6 +465,7 @@ class StageShapes:
         self.parameter, self.gradient = self.total(costs.parameter_bytes), self.total(costs.gradient_bytes)
         self.optimizer = self.total(costs.optimizer_bytes)
         self._times: dict[float, Floats] = {}
+        self._backwards: dict[float, Floats] = {}
         self._counts: dict[tuple[float, int, float], Floats] = {}
         self._rooms: dict[tuple[float, int, float], tuple[Floats, Floats]] = {}
         self._savings: dict[float, list[Savings]] = {}
@@ -492,6 +493,12 @@ class StageShapes:
             forward, backward = self.costs.block_times(local)
             self._times[local] = self.total(forward + backward)
         return self._times[local]
+
+    def backward_times(self, local: float) -> Floats:
+        """Return [row, column] microseconds of a backward of ``local`` samples."""
+        if local not in self._backwards:
+            self._backwards[local] = self.total(self.costs.block_times(local)[1])
+        return self._backwards[local]
 
     def micro_batches_that_fit(self, local: float, degree: int, limit: float) -> Floats:
         """Return [row, column] how many micro-batches of ``local`` samples a rank can hold at once."""

@@ -30,7 +30,14 @@ import numpy as np
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage
+from gpp_plugin.ir.plan import (
+    MemoryPlan,
+    PipelinePlan,
+    RecomputedSegment,
+    Stage,
+    bytes_by_rank,
+    joined_breakdown,
+)
 from gpp_plugin.ir.profile import ModuleMemory
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.costs.estimate import evaluate_us
@@ -152,16 +159,19 @@ _KINDS = {
 
 
 def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]) -> tuple[str, ...]:
-    """Return a line on the fullest stage and what would free memory there; none where nothing is predicted.
+    """Return a line on the fullest rank and what would free memory there; none where nothing is predicted.
 
     Args:
         allowed: of ``recompute`` and ``swap``, what plans may do already.
     """
-    known = [i for i, part in enumerate(plan.memory) if part.limit]
+    known = [held for held in bytes_by_rank(plan) if held.limit]
     if not known:
         return ()
-    fullest = max(known, key=lambda i: plan.memory[i].total / plan.memory[i].limit)
-    part, stage = plan.memory[fullest], plan.stages[fullest]
+    fullest = max(known, key=lambda held: held.peak / held.limit)
+    own = plan.stages_of_rank(fullest.rank)
+    part = joined_breakdown([plan.memory[index] for index in own])
+    stage = max((plan.stages[index] for index in own), key=lambda stage: stage.memory_bytes)
+    where = f"stage {stage.name!r}" if len(own) == 1 else f"rank {fullest.rank} ({part.stage})"
     bytes_of = {kind: sum(getattr(part, name) for name in names) for kind, names in _KINDS.items()}
     largest = max(bytes_of, key=bytes_of.__getitem__)
     changes = _changes(largest, allowed)
@@ -174,8 +184,8 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
             0, f"{setting_of('zero', 3)}: ranks of several stages then hold one of them whole at a time"
         )
     return (
-        f"fullest is stage {stage.name!r}: {part.total} of {part.limit} bytes "
-        f"({100 * part.total / part.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
+        f"fullest is {where}: {fullest.peak} of {fullest.limit} bytes "
+        f"({100 * fullest.peak / fullest.limit:.0f} %), most of it {largest} ({bytes_of[largest]} bytes); to fit more: "
         f"{', '.join(changes)}",
     )
 

@@ -153,8 +153,9 @@ def wait_for(
             if look is not None:
                 look()
             if limit_s is not None and waited >= limit_s:
-                reason = _reason_to_stop(board, group, what)
-                if reason is None and most_s is not None and waited >= most_s:
+                is_over = most_s is not None and waited >= most_s
+                reason = _reason_to_stop(board, group, what, is_over=is_over)
+                if reason is None and is_over:
                     reason = "the others are still at work"
                 if reason is not None:
                     raise _lost(what, who, waited, limit_s, reason)
@@ -188,7 +189,7 @@ def wait_for_message(
         waited = time.monotonic() - waiting.started
         reason = waiting.reason
         if reason is None and board is not None:
-            reason = board.find() or _reason_to_stop(board, group, what)
+            reason = board.find() or _reason_to_stop(board, group, what, is_over=waited >= 0.9 * most_s)
         other = (
             "nothing came; look for the first error of the other ranks, or raise graph_pipeline.comm_timeout_s"
             if waited >= 0.9 * most_s
@@ -268,8 +269,11 @@ class _MessageWatch:
                     return
             board = job_board()
             for waiting in () if board is None else now:
-                if board is not None and waiting.is_over(board):
-                    self._end(waiting)
+                with contextlib.suppress(
+                    Exception
+                ):  # its group is gone: no other thread ends the other waits
+                    if board is not None and waiting.is_over(board):
+                        self._end(waiting)
 
     def _end(self, waiting: _Waiting) -> None:
         with self._lock:
@@ -303,9 +307,13 @@ def _lost(
 
 
 def _reason_to_stop(
-    board: FailureBoard | None, group: dist.ProcessGroup, what: str
+    board: FailureBoard | None, group: dist.ProcessGroup, what: str, *, is_over: bool = False
 ) -> FirstFailure | str | None:
-    """Return why the ranks that have not come will not, when the limit has passed; None: they are at work."""
+    """Return why the ranks that have not come will not, when the limit has passed; None: they are at work.
+
+    Args:
+        is_over: those at work are not waited for any longer either: the first of them is the reason.
+    """
     if board is None:
         return "one of them has not come: it is gone or stuck; look for its first error"
     seen = [
@@ -316,7 +324,7 @@ def _reason_to_stop(
     if board.first is not None:
         return board.first
     lost = next((each for each in seen if each.state != "alive"), None) or next(
-        (each for each in seen if _will_not_come(each)), None
+        (each for each in seen if _will_not_come(each) or (is_over and not each.facts.get("waits_for"))), None
     )
     if lost is None:
         return None
@@ -346,9 +354,6 @@ def all_reduce(
     Raises:
         CommTimeout: as `wait_for`.
     """
-    if tensor.device.type != "cpu":
-        dist.all_reduce(tensor, op=op, group=group)
-        return
     begin_all_reduce(tensor, group=group, what=what, op=op)()
 
 
@@ -360,19 +365,13 @@ def begin_all_reduce(
     return functools.partial(finish, work, tensor, group=group, what=what)
 
 
-def all_gather(whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str) -> None:
-    """Put the parts of a group's ranks into ``whole``, one after the other; on the host as `wait_for`.
-
-    Raises:
-        CommTimeout: as `wait_for`.
-    """
-    begin_all_gather(whole, part, group=group, what=what)()
-
-
 def begin_all_gather(
     whole: Tensor, part: Tensor, *, group: dist.ProcessGroup, what: str
 ) -> Callable[[], None]:
-    """Begin an `all_gather`, and return what waits for it; until then both tensors are left alone."""
+    """Begin to put the parts of a group's ranks into ``whole``, one after the other; return what waits for it.
+
+    Until then both tensors are left alone.
+    """
     # torch 2.13 renamed it, and warns of the old name
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = gather(whole, part, group=group, async_op=True)
@@ -644,9 +643,9 @@ def exchange(
         CommTimeout: a rank is gone, or did not answer in the group's time; names those that did not come.
     """
     # Every rank comes to the gather, failed or not, and brings (value, None) or (None, (type, text)). The first
-    # rank's problem is raised on all; the rank it happened on has it as the cause, with its traceback.
+    # rank's problem is raised on all, with its name if not all failed; there it has the error itself as its cause.
     #
-    #     rank 0   (42, None)   (None, ("CaptureError", "stage ..."))      both raise CaptureError("stage ...")
+    #     rank 0   (42, None)   (None, ("CaptureError", "stage ..."))      both raise CaptureError("rank 1: stage ...")
     if group is None or dist.get_world_size(group) == 1:
         return [make()]
     rank = dist.get_rank()
@@ -662,10 +661,13 @@ def exchange(
     received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
         (value, failure), group=group, what=what, who=name, **wait
     )
-    for other, (_, problem) in enumerate(received):
-        if problem is not None:
-            raise shared_error(*problem) from (cause if other == rank else None)
-    return [answer for answer, _ in received]
+    failed = [other for other, (_, problem) in enumerate(received) if problem is not None]
+    if not failed:
+        return [answer for answer, _ in received]
+    kind, text = received[failed[0]][1] or ("", "")
+    if len(failed) < len(received) and f"rank {failed[0]}" not in text:  # what all raise is no rank's own
+        text = f"{name_of(failed[0], stages[failed[0]] if stages else '')}: {text}"
+    raise shared_error(kind, text) from (cause if failed[0] == rank else None)
 
 
 def do_together(act: Callable[[], T], *, what: str, group: dist.ProcessGroup | None) -> T:

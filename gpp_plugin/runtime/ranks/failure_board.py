@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import mmap
 import os
@@ -32,6 +33,8 @@ import torch.distributed as dist
 
 from gpp_plugin.errors import describe_error
 from gpp_plugin.runtime.messages.sockets import close_connections
+
+logger = logging.getLogger(__name__)
 
 SILENT_S = 4.0
 """After how long without a beat a rank of another host is taken to be gone or stopped."""
@@ -410,9 +413,15 @@ class FailureBoard:
                 self._lose_store()
             has_settled = time.monotonic() - started > SETTLING_S
             if self.first is None and has_settled:
-                lost = [seen for seen in self.look() if seen.state != "alive"]
+                seen = self.look()
+                lost = [each for each in seen if each.state != "alive"]
+                away = [each for each in seen if HERE.call and each.facts and not each.facts.get("call")]
                 if lost:
                     self.post(failure_of(lost[0]))
+                elif away:
+                    facts, why = away[0].facts, f"it did not come to {HERE.call}, which every rank calls"
+                    stage, where = facts.get("stage", ""), place_of(facts)
+                    self.post(FirstFailure(rank=away[0].rank, stage=stage, where=where, why=why))
                 return
             if self.first is None:
                 time.sleep(0.1)
@@ -499,10 +508,13 @@ class FailureBoard:
             self._asking_since = time.monotonic()
             try:
                 self._tick()
-            except RuntimeError:  # c10d's errors are of this kind
+            except Exception as error:
                 if self._closing.is_set():
                     return
-                self._lose_store()
+                if isinstance(error, RuntimeError):  # c10d's errors are of this kind
+                    self._lose_store()
+                else:  # no other thread beats, or ends a rank that is stuck
+                    logger.debug("the board's thread goes on after an error", exc_info=True)
             finally:
                 self._asking_since = None
             self._end_if_stuck()

@@ -326,6 +326,7 @@ class MasterWeights:
             whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
         # Every element is in one rank's partition, zero on the others: their sum is the whole.
         if self.partitioned:
+            assert self._data_group is not None, "partitions are of a group"
             all_reduce(whole, group=self._data_group, what=f"the whole of {name}")
         return whole.view(parameter.shape)
 

@@ -77,9 +77,7 @@ def _rows(tower: str, events: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
     ]
 
 
-def runs_of_ways(
-    events: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[str, list[Mapping[str, Any]], float]]:
+def runs_of_ways(events: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]], float]]:
     """Yield each way that was run, its runs, and the largest error of their losses against one process."""
     (eager,) = (event["losses"] for event in events if event["way"] == "eager")
     for way in dict.fromkeys(event["way"] for event in events if event["way"] != "eager"):

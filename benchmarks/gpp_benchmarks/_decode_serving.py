@@ -241,12 +241,7 @@ class Served:
 
 
 def serve(
-    layer: ServedLayer,
-    kind: Kind,
-    requests: Sequence[Request],
-    *,
-    max_batch: int,
-    volumes: Volumes = "owner",
+    layer: ServedLayer, kind: Kind, requests: Sequence[Request], *, max_batch: int, volumes: Volumes = "owner"
 ) -> Served:
     """Return how requests are served.
 

@@ -129,8 +129,7 @@ class StageOracle:
             waits += max(2 * size / self.bytes_per_us - gap, 0.0)
         working = max(gone, default=0.0) + 2 * max(sizes, default=0.0)
         return Fit(
-            added_us=again + waits,
-            memory_bytes=self.base - self.in_flight * (net + sum(sizes)) + working,
+            added_us=again + waits, memory_bytes=self.base - self.in_flight * (net + sum(sizes)) + working
         )
 
     def best(self, limit: float, ways: Sequence[str]) -> Fit | None:
@@ -214,9 +213,7 @@ class MemoryBruteForce:
                 if fit is None:
                     return None
                 stage = dataclasses.replace(
-                    stage,
-                    backward_us=stage.backward_us + fit.added_us,
-                    memory_bytes=round(fit.memory_bytes),
+                    stage, backward_us=stage.backward_us + fit.added_us, memory_bytes=round(fit.memory_bytes)
                 )
             stages.append(stage)
         return dataclasses.replace(plan, stages=tuple(stages))

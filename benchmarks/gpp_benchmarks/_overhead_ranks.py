@@ -341,9 +341,7 @@ class OurRuntime:
                 source=whole_part(model, unit),
                 reference=reference,
                 transport=make_transport(
-                    device=torch.device("cpu"),
-                    channels=channels_of(programs),
-                    timeout_s=TIMEOUT_S,
+                    device=torch.device("cpu"), channels=channels_of(programs), timeout_s=TIMEOUT_S
                 ),
                 device=torch.device("cpu"),
             ),
@@ -382,10 +380,7 @@ def _plan_request(size: ChainSize, graph: BlockGraph, op_graph: OpGraph) -> Plan
     device = Device(name="cpu", memory_bytes=10**9, flops_per_s=1e10, memory_bytes_per_s=1e9)
     link = Link(name="this machine", span=size.num_stages, bytes_per_s=1e9, latency_us=100.0)
     profile = analytic_profile(
-        graph,
-        device,
-        sample_counts=default_sample_counts(size.mini_batch),
-        op_graph=op_graph,
+        graph, device, sample_counts=default_sample_counts(size.mini_batch), op_graph=op_graph
     )
     return PlanRequest(
         graph=graph,

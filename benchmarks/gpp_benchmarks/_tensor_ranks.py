@@ -1,4 +1,4 @@
-"""One rank of `gpp bench tensor-parallel --against-megatron`: GPT-2 in parts, captured and of Megatron-core, in turn.
+"""One rank of `gpp bench tensor-parallel`: GPT-2 in parts, captured and of Megatron-core, in turn.
 
 python -m gpp_benchmarks._tensor_ranks SETTINGS_JSON
 """
@@ -103,11 +103,7 @@ def _megatron(settings: Mapping[str, int], batch: Batch) -> Contender:
     graph = StageGraph()
     graph.stage("all", nn.Identity(), inputs=["x"], outputs=["y"], ranks=range(size), tensor=size)
     contexts = make_contexts(
-        graph.stages,
-        rank=dist.get_rank(),
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        timeout_s=60.0,
+        graph.stages, rank=dist.get_rank(), device=torch.device("cpu"), dtype=torch.float32, timeout_s=60.0
     )
     factory = gpt_stage(
         config,

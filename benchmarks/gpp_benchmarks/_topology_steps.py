@@ -196,11 +196,7 @@ def gpp_step(topology: Topology) -> Step:
     source = ModelSource(stage_graph(topology), config=GraphPipelineConfig(), setting=setting)
     reference, plan = source.prepare_plan(batch)
     programs = make_programs(plan, reference)
-    transport = make_transport(
-        device=device,
-        channels=channels_of(programs),
-        timeout_s=TIMEOUT_S,
-    )
+    transport = make_transport(device=device, channels=channels_of(programs), timeout_s=TIMEOUT_S)
     program = next(program for program in programs if program.rank == setting.rank)
     shared = RunnerContext(
         source=source.stages, reference=reference, transport=transport, device=device, dtype=DTYPE

@@ -120,11 +120,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         if row["planner"] not in OURS and (row.get("step_over_autopipe") or 1.0) < 0.995
     ]
     exact = [row["is_optimal"] for row in rows if row["kind"] == "search"]
-    summary = {
-        "quicker_than_autopipe": behind,
-        "heuristic_is_optimal": all(exact),
-        "paper": PAPER,
-    }
+    summary = {"quicker_than_autopipe": behind, "heuristic_is_optimal": all(exact), "paper": PAPER}
     print(format_rows(rows))
     return {"rows": rows, "summary": summary}
 

@@ -328,12 +328,7 @@ class Cell:
         }
 
     def _name(self, optimization: str) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "stages": self.stages,
-            "mode": self.mode,
-            "optimization": optimization,
-        }
+        return {"model": self.model, "stages": self.stages, "mode": self.mode, "optimization": optimization}
 
     def _plan_seconds(self, name: str, optimization: str, micro_batch: int) -> float:
         """Return the CPU seconds of one plan from the profile on, nothing kept from others."""

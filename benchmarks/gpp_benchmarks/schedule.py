@@ -178,10 +178,7 @@ def _calibrated(rows: list[dict[str, Any]], chain_rows: Sequence[dict[str, Any]]
     if not {"gpp", "deepspeed"} <= lost.keys():
         return rows
     return [
-        {
-            **row,
-            "calibrated_speedup": row["simulated_speedup"] * lost["deepspeed"] / lost[row["runtime"]],
-        }
+        {**row, "calibrated_speedup": row["simulated_speedup"] * lost["deepspeed"] / lost[row["runtime"]]}
         for row in rows
     ]
 

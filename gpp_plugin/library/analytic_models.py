@@ -29,7 +29,7 @@ from gpp_plugin.plan.request import TENSOR_SIZES
 # four (at 0.9). The fractions are of the order such kernels show; peak, efficiency, bandwidth and launch
 # come from the cluster description.
 
-MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "RTX3090": 82, "CPU": 1}
+MULTIPROCESSORS = {"V100": 80, "A100": 108, "H100": 132, "H200": 132, "RTX3090": 82, "L40S": 142, "CPU": 1}
 TILES = ((128, 1.0), (64, 0.8))
 SPLITS = ((1, 1.0), (2, 0.9), (4, 0.9))
 

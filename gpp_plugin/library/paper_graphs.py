@@ -1,4 +1,5 @@
-"""The papers' models as analytic graphs: GraphPipe's (appendix A.2, Figure 10) and AutoPipe's (Table I)."""
+"""The papers' models as analytic graphs: GraphPipe's (appendix A.2, Figure 10) and AutoPipe's (Table I); and models
+that do not fit on one device, whose branches are very unlike."""
 
 from __future__ import annotations
 
@@ -382,34 +383,128 @@ def transformer(
         "layers", layers, length=length, hidden=hidden, heads=heads, inner=inner, granularity=granularity
     )
     if vocabulary:
-        table = BlockSpec(
-            name="embedding",
-            output=(length, hidden),
-            parameters=(vocabulary + length) * hidden,
-            saved=length,
-            elementwise=3 * length * hidden,
-            divided=Divided(
-                counts=(vocabulary,),
-                parameters=vocabulary * hidden,
-                saved=0,
-                forward_sums=(length * hidden,),
-                backward_sums=(),
-            ),
-        )
-        # The head is tied to the embedding: its weight is held and reduced there as well.
-        # By words: the loss sums a maximum, a sum and the label's score of each token; the input's gradient is summed.
-        by_words = Divided(
-            counts=(vocabulary,),
-            parameters=hidden * vocabulary + vocabulary,
-            saved=length * vocabulary,
-            forward_sums=(3 * length,),
-            backward_sums=(length * hidden,),
-        )
-        head = dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
+        table, head = _words(vocabulary, length, hidden)
         specs = [table, *specs, head]
     else:
         specs = [*specs, linear("head", hidden, 1)]
     return assemble(name, specs, path_edges([spec.name for spec in specs]), loss="head")
+
+
+def _words(vocabulary: int, length: int, hidden: int) -> tuple[BlockSpec, BlockSpec]:
+    """Return the embedding and the language head of a model of texts."""
+    table = BlockSpec(
+        name="embedding",
+        output=(length, hidden),
+        parameters=(vocabulary + length) * hidden,
+        saved=length,
+        elementwise=3 * length * hidden,
+        divided=Divided(
+            counts=(vocabulary,),
+            parameters=vocabulary * hidden,
+            saved=0,
+            forward_sums=(length * hidden,),
+            backward_sums=(),
+        ),
+    )
+    # The head is tied to the embedding: its weight is held and reduced there as well.
+    # By words: the loss sums a maximum, a sum and the label's score of each token; the input's gradient is summed.
+    by_words = Divided(
+        counts=(vocabulary,),
+        parameters=hidden * vocabulary + vocabulary,
+        saved=length * vocabulary,
+        forward_sums=(3 * length,),
+        backward_sums=(length * hidden,),
+    )
+    return table, dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
+
+
+def multimodal(
+    *,
+    layers: int = 32,
+    hidden: int = 4096,
+    heads: int = 32,
+    inner: int = 16512,
+    length: int = 2048,
+    vocabulary: int = 32064,
+    vision_layers: int = 24,
+    vision_hidden: int = 1024,
+    vision_heads: int = 16,
+    patches: int = 576,
+    audio_layers: int = 1,
+    audio_hidden: int = 1280,
+    frames: int = 1500,
+    granularity: str = "layer",
+    name: str = "multimodal",
+) -> AnalyticModel:
+    """Return encoders of images and of sound (1 layer: none) before a language model that reads their outputs.
+
+    Args:
+        inner: of two products; a gated layer of three with grouped heads has as many parameters with another.
+    """
+    encoders = {"vision": (vision_layers, vision_hidden, vision_heads, patches)}
+    if audio_layers > 1:
+        encoders["audio"] = audio_layers, audio_hidden, audio_hidden // 80, frames
+    table, head = _words(vocabulary, length, hidden)
+    text = transformer_layers(
+        "layers", layers, length=length, hidden=hidden, heads=heads, inner=inner, granularity=granularity
+    )
+    specs = [table, *text, head]
+    edges = path_edges([spec.name for spec in specs])
+    for branch, (count, width, own_heads, tokens) in encoders.items():
+        path = transformer_layers(
+            branch,
+            count,
+            length=tokens,
+            hidden=width,
+            heads=own_heads,
+            inner=4 * width,
+            granularity=granularity,
+        )
+        path.append(linear(f"{branch}.projector", width, hidden, rows=tokens))
+        edges += path_edges([*(spec.name for spec in path), table.name])
+        specs = [*path, *specs]
+    return assemble(name, specs, edges, loss="head")
+
+
+def two_towers(
+    *,
+    layers: int = 48,
+    hidden: int = 5120,
+    heads: int = 40,
+    length: int = 257,
+    text_layers: int = 32,
+    text_hidden: int = 1280,
+    text_heads: int = 20,
+    text_length: int = 77,
+    granularity: str = "layer",
+) -> AnalyticModel:
+    """Return a large image tower beside a small text tower (EVA-CLIP-18B), joined by a head without a contrast."""
+    towers = {
+        "vision": (layers, hidden, heads, length),
+        "text": (text_layers, text_hidden, text_heads, text_length),
+    }
+    paths = []
+    for branch, (count, width, own_heads, tokens) in towers.items():
+        path = transformer_layers(
+            branch,
+            count,
+            length=tokens,
+            hidden=width,
+            heads=own_heads,
+            inner=4 * width,
+            granularity=granularity,
+        )
+        paths.append([*path, linear(f"{branch}.projection", width, 1536)])
+    return _joined("two_towers", paths, 1536)
+
+
+def _multimodal(name: str, **sizes: int) -> Callable[..., AnalyticModel]:
+    """Return what makes a model of these sizes, of texts of 2,048 tokens unless the user says otherwise."""
+
+    def make(*, length: int = 2048, granularity: str = "layer") -> AnalyticModel:
+        return multimodal(name=name, length=length, granularity=granularity, **sizes)
+
+    return make
 
 
 def _table_1(
@@ -437,6 +532,35 @@ MODELS: dict[str, Callable[..., AnalyticModel]] = {
     "gpt2_1p3b": _table_1("gpt2_1p3b", 24, 2048, 16, words=50257, tokens=1024),
     "bert_large": _table_1("bert_large", 24, 1024, 16, words=30522, tokens=512),
     "amoebanet": amoebanet,
+    "two_towers": two_towers,
+    "multimodal": multimodal,
+    "llava_34b": _multimodal("llava_34b", layers=60, hidden=7168, heads=56, inner=24576, vocabulary=64064),
+    "vl_72b": _multimodal(
+        "vl_72b",
+        layers=80,
+        hidden=8192,
+        heads=64,
+        inner=37184,
+        vocabulary=152064,
+        vision_layers=32,
+        vision_hidden=1280,
+        patches=1024,
+    ),
+    "vit22b_llama70b": _multimodal(
+        "vit22b_llama70b",
+        layers=80,
+        hidden=8192,
+        heads=64,
+        inner=35840,
+        vocabulary=128320,
+        vision_layers=48,
+        vision_hidden=6144,
+        vision_heads=48,
+        patches=256,
+    ),
+    "omni_7b": _multimodal(
+        "omni_7b", vision_layers=32, vision_hidden=1280, patches=1024, audio_layers=32, audio_hidden=1280
+    ),
 }
 
 

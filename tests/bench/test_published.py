@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from gpp_benchmarks.published._language_models import BAND, chain_us, gpt_rows
 from gpp_benchmarks.published._optimus import Setting, Tower
 from gpp_benchmarks.published._plans import (
     chain,
@@ -13,7 +14,7 @@ from gpp_benchmarks.published._plans import (
     schedules_of,
     stage_of,
 )
-from gpp_benchmarks.published._rows import GIVEN
+from gpp_benchmarks.published._rows import COSTED, GIVEN, count_within
 from gpp_benchmarks.published._zero_bubble import RUNS, shortest_span_orders, zero_bubble_rows
 from gpp_plugin.ir.schedule import TaskKind
 
@@ -76,3 +77,28 @@ def test_an_encoder_on_all_ranks_is_never_worse_than_the_work_and_never_better_t
     # collectives hide the encoder, and take their time
     hidden = small.optimus(4, gather=10.0, scatter=10.0)
     assert small.alone(4, gather=10.0, scatter=10.0) == alone + 20.0 <= hidden < step + 20.0
+
+
+def test_gpts_by_costs_alone_tasks_and_steps_apart():
+    """Megatron-LM's 1.7B without a pipeline, and 22B of Korthikanti et al. on eight tensor ranks."""
+    rows = list(gpt_rows(at_most=32))
+    assert [(row.source, row.quantity) for row in rows] == [
+        ("Megatron-LM", "tasks"),
+        ("Megatron-LM", "step"),
+        ("Korthikanti", "tasks"),
+        ("Korthikanti", "step"),
+        ("Korthikanti", "step, selective"),
+    ]
+    # 137 TFLOP/s on each of 32 GPUs, of 96 B s l h^2 (1 + s / 6h + V / 16lh) operations
+    assert rows[0].published == rows[1].published == pytest.approx(3.528, abs=1e-3)
+    assert rows[0].ours < rows[1].ours, "gradients are summed over 32 ranks"
+    assert rows[2].ours == rows[3].ours, "one group of tensor ranks sums inside its tasks"
+    for row in rows:
+        assert abs(row.error) < BAND and (row.limit == BAND) == (row.known == COSTED)
+    assert count_within(rows)["Megatron-LM: step"] == "1 of 1"
+
+
+def test_a_chain_takes_its_work_and_the_filling_of_its_pipeline():
+    assert chain_us([1.0] * 4, 4, 8) == 3.0 * (8 + 3)
+    assert chain_us([0.5] * 8, 4, 8) == 3.0 * 8 + 1.5 * 3, "two chunks a rank fill in half the time"
+    assert chain_us([1.0] * 2, 2, 4, backwards=[3.0, 3.0]) == 4.0 * 5

@@ -15,8 +15,13 @@ V100 = read_cluster("summit").devices[0]
 
 @pytest.mark.parametrize(
     ("name", "blocks", "millions"),
-    [("mmt", 33, 403), ("dlrm", 4 * 7 + 7 + 5, 1269), ("candle_uno", 29, 470), ("gpt2_345m", 50, 406)],
-)
+    [
+        ("mmt", 33, 403), ("dlrm", 4 * 7 + 7 + 5, 1269), ("candle_uno", 29, 470), ("gpt2_345m", 50, 406),
+        # tower, projector, embedding, layers, head
+        ("llava_34b", 24 + 1 + 1 + 60 + 1, 34_700), ("vl_72b", 32 + 1 + 1 + 80 + 1, 73_300),
+        ("vit22b_llama70b", 48 + 1 + 1 + 80 + 1, 92_400), ("omni_7b", 2 * 33 + 34, 8_000), ("two_towers", 83, 15_900),
+    ],
+)  # fmt: skip
 def test_sizes_are_those_of_the_papers(name, blocks, millions):
     """GPT-2's tied head is held once more, by its own stage: 345 M + 51 M + embeddings of positions."""
     model = build_model(name)
@@ -44,6 +49,18 @@ def test_bytes_are_those_of_the_type_that_is_trained_in():
     assert half.graph == fingerprint(graph)
     assert {spec.dtype for spec in graph.tensors.values()} == {"bfloat16"}
     assert sum(t.bytes for t in graph.saved) * 2 == sum(t.bytes for t in model.graph.saved)
+
+
+def test_encoders_are_branches_that_meet_in_the_embedding():
+    graph = build_model("omni_7b").graph
+    before = {edge.src for edge in graph.edges if edge.dst == "embedding"}
+    assert before == {"vision.projector", "audio.projector"}
+    assert {edge.src for edge in build_model("llava_34b").graph.edges if edge.dst == "embedding"} == {
+        "vision.projector"
+    }
+    assert {edge.src for edge in build_model("two_towers").graph.edges if edge.dst == "head"} == {
+        "vision.projection", "text.projection",
+    }  # fmt: skip
 
 
 def test_few_tiles_leave_multiprocessors_idle():

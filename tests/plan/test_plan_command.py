@@ -7,6 +7,7 @@ import pytest
 
 from gpp_plugin.api import make_request
 from gpp_plugin.cli import main
+from gpp_plugin.integrations.huggingface.hf_models import build_on_meta, read_hf_config
 from gpp_plugin.library.named_models import config_path, usual_loss_unit
 from gpp_plugin.plan.cluster_files import CLUSTER_DIR, read_cluster
 from gpp_plugin.plan.costs.long_context import LayerShape, expert_exchange_us, on_paper
@@ -137,6 +138,15 @@ def test_mini_batches_grow_with_the_devices():
 def test_loss_units_of_a_sensible_size(model, length, devices, unit):
     path = config_path(model)
     assert usual_loss_unit(path, mini_batch=64, length=length, num_devices=devices) == unit
+
+
+@pytest.mark.parametrize(
+    ("model", "billions"),
+    [("llava-34b", 34.8), ("vl-72b", 73.2), ("vit22b-llama70b", 92.5), ("t5-11b", 11.3), ("clip-18b", 18.2)],
+)
+def test_configurations_of_models_that_do_not_fit_on_a_device(model, billions):
+    built = build_on_meta(read_hf_config(config_path(model)))
+    assert sum(p.numel() for p in built.parameters()) / 1e9 == pytest.approx(billions, rel=0.02)
 
 
 @pytest.mark.parametrize(

@@ -1,19 +1,36 @@
-"""Llama 3 405B under torchtitan, and MT-NLG 530B: equal stages, of which only the number of micro-batches matters.
+"""Language models in equal stages: Llama 3 405B, MT-NLG 530B, and thirteen GPTs on A100s by our own costs.
 
 Of Llama's run the batch of a pipeline is published, 32 samples, and neither into how many micro-batches it was cut nor
 how many chunks a rank had. What interleaving gains hangs on both: so there is a row for each, and none is held to a
 limit.
 
-Sources: torchtitan, benchmarks/llama3_h100_202412 (Table 5); Megatron-Turing NLG (arXiv 2201.11990), section 2.
+A GPT takes what our costs say of its sizes on `dgx_a100`: nothing of its run is fitted. Its tensor sums are part of its
+tasks. Micro-batches and chunks that are not published are the quickest by us, as a user would choose them.
+
+Source: torchtitan, benchmarks/llama3_h100_202412 (Table 5); Megatron-Turing NLG (arXiv 2201.11990), section 2;
+    Megatron-LM (arXiv 2104.04473), Table 1; Korthikanti et al. (arXiv 2205.05198), iteration times
+Tests: tests/bench/test_published.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from gpp_benchmarks.published._plans import chain, interleaved_orders, longest_span_us, schedules_of, stage_of
-from gpp_benchmarks.published._rows import ASSUMED, FITTED, HELD_OUT, Row
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_benchmarks.published._plans import (
+    chain,
+    cluster_of,
+    interleaved_orders,
+    longest_span_us,
+    schedules_of,
+    stage_of,
+)
+from gpp_benchmarks.published._rows import ASSUMED, COSTED, FITTED, HELD_OUT, Row
+from gpp_plugin.library.analytic_models import in_dtype, profile_model
+from gpp_plugin.library.paper_graphs import transformer
+from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.schedule.build import build_schedules
 
 LLAMA_RANKS, LLAMA_PUBLISHED = 8, 128 / 100
@@ -35,8 +52,7 @@ _WHY_MT_NLG = (
 def language_model_rows() -> Iterator[Row]:
     """Yield the ratio of Llama's two throughputs at each assumption, and the three steps of MT-NLG."""
     for micro_batches in LLAMA_MICRO_BATCHES:
-        usual = _even_chain(LLAMA_RANKS, micro_batches)
-        usual_us = longest_span_us(usual, build_schedules(usual))
+        usual_us = _interleaved_us(micro_batches, 1)
         for chunks in LLAMA_CHUNKS:
             yield Row(
                 source="torchtitan",
@@ -65,21 +81,203 @@ def language_model_rows() -> Iterator[Row]:
 
 
 def _interleaved_us(micro_batches: int, chunks: int) -> float:
-    orders = interleaved_orders(LLAMA_RANKS, micro_batches, chunks)
-    plan = _even_chain(LLAMA_RANKS, micro_batches, chunks=chunks)
-    return longest_span_us(plan, schedules_of(orders), orders=dict(enumerate(orders)))
+    return chain_us([1.0 / chunks] * LLAMA_RANKS * chunks, LLAMA_RANKS, micro_batches)
 
 
 def _span(micro_batches: int) -> float:
-    plan = _even_chain(MT_NLG_RANKS, micro_batches)
-    return longest_span_us(plan, build_schedules(plan))
+    return chain_us([1.0] * MT_NLG_RANKS, MT_NLG_RANKS, micro_batches)
 
 
-def _even_chain(ranks: int, micro_batches: int, *, chunks: int = 1) -> PipelinePlan:
-    """Return equal stages of 3 us of work a rank and micro-batch, backwards twice as long as forwards."""
-    each = 1.0 / chunks
+def chain_us(
+    forwards: Sequence[float],
+    ranks: int,
+    micro_batches: int,
+    *,
+    backwards: Sequence[float] | None = None,
+    message_us: float = 0.0,
+) -> float:
+    """Return the longest span of a chain: 1F1B of one stage a rank, Megatron's interleaved order of several.
+
+    Args:
+        forwards: microseconds of each stage; stage s is on rank s modulo ``ranks``.
+        backwards: None: twice as long.
+    """
+    chunks = len(forwards) // ranks
+    times = zip(forwards, backwards or [2 * each for each in forwards], strict=True)
+    held = [ranks * chunks if chunks > 1 else ranks - i for i in range(len(forwards))]
     stages = [
-        stage_of(i, i % ranks, (each, each, each), in_flight=min(micro_batches, ranks * chunks - i))
-        for i in range(ranks * chunks)
+        stage_of(i, i % ranks, (forward, backward, 0.0), in_flight=min(micro_batches, held[i]))
+        for i, (forward, backward) in enumerate(times)
     ]
-    return chain(stages, micro_batches=micro_batches)
+    plan = chain(stages, micro_batches=micro_batches)
+    orders = interleaved_orders(ranks, micro_batches, chunks) if chunks > 1 else None
+    return longest_span_us(
+        plan,
+        build_schedules(plan) if orders is None else schedules_of(orders),
+        cluster=cluster_of(ranks, message_us) if message_us else None,
+        orders=None if orders is None else dict(enumerate(orders)),
+    )
+
+
+# GPTs on A100s, tensor ranks and pipelines among them, by costs alone.
+#
+# A pipeline of p ranks has p x chunks stages, a part of the layers each, and the embedding and the head at its ends. A
+# rank stands for t tensor ranks; d such pipelines share the batch, and sum their gradients behind the last task, as
+# Megatron-LM did. 39.1B on 512 GPUs: t 8, p 2, so d 32 pipelines of 48 samples; two chunks of a rank are 12 layers.
+
+LENGTH, WORDS = 2048, 51200
+BAND = 0.12
+SIZES = (1, 2, 4, 8)
+"""Samples of a micro-batch that are tried."""
+MEGATRON = (
+    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
+    ("3.6B", 32, 3072, 30, 2, 1, 64, 512, 138),
+    ("7.5B", 32, 4096, 36, 4, 1, 128, 512, 142),
+    ("18.4B", 48, 6144, 40, 8, 1, 256, 1024, 135),
+    ("39.1B", 64, 8192, 48, 8, 2, 512, 1536, 138),
+    ("76.1B", 80, 10240, 60, 8, 4, 1024, 1792, 140),
+    ("145.6B", 96, 12288, 80, 8, 8, 1536, 2304, 148),
+    ("310.1B", 128, 16384, 96, 8, 16, 1920, 2160, 155),
+    ("529.6B", 128, 20480, 105, 8, 35, 2520, 2520, 163),
+)
+"""Name, heads, width, layers, tensor, pipeline, GPUs, batch, and TFLOP/s a GPU with what is recomputed."""
+KORTHIKANTI = (
+    ("22B", 64, 6144, 48, 8, 1, 8, 4, 1.42, 1.10),
+    ("175B", 96, 12288, 96, 8, 8, 64, 64, 18.13, 13.75),
+    ("530B", 128, 20480, 105, 8, 35, 280, 280, 49.05, 37.83),
+    ("1T", 160, 25600, 128, 8, 64, 512, 512, 94.42, 71.49),
+)
+"""The same, but seconds: all recomputed; selectively, with sequence parallelism."""
+_WHY_MEGATRON = (
+    "micro-batches and chunks are unknown: the quickest by us; seconds follow from TFLOP/s and the paper's formula; "
+    "gradients are summed behind the last task, in bf16; the optimizer step is left out"
+)
+_WHY_KORTHIKANTI = (
+    "as of Megatron-LM; sizes and degrees are assumed: those of GPT-3, of the 529.6B above, and what gives 22B and 1T. "
+    "On one pipeline of 280 micro-batches the papers differ by 9 %: 54.1 s with a sum of gradients (0.3), and 49.05 s"
+)
+_WHY_SELECTIVE = "assumed: nothing is recomputed, and sums of sequence parallelism take what others do"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GptRun:
+    """A GPT on A100s: its sizes and degrees."""
+
+    heads: int
+    width: int
+    layers: int
+    tensor: int
+    pipeline: int
+    gpus: int
+    batch: int
+    recompute: bool = True
+
+    def seconds_at(self, teraflops: float) -> float:
+        """Return the step of a published TFLOP/s a GPU: 96 B s l h^2 (1 + s / 6h + V / 16lh) operations."""
+        h, layers = self.width, self.layers
+        share = 1 + LENGTH / (6 * h) + WORDS / (16 * layers * h)
+        return 96 * self.batch * LENGTH * layers * h**2 * share / (self.gpus * teraflops * 1e12)
+
+    def costs(self) -> CostModel:
+        """Return what its blocks take: the embedding, the layers, the head."""
+        cluster = read_cluster("dgx_a100", num_devices=self.gpus, dtype="bf16")
+        model = transformer(
+            layers=self.layers, hidden=self.width, heads=self.heads, inner=4 * self.width, length=LENGTH,
+            vocabulary=WORDS,
+        )  # fmt: skip
+        profile = profile_model(
+            model, cluster.devices[0], largest=max(SIZES), recompute=self.recompute, dtype="bf16"
+        )
+        return CostModel(in_dtype(model.graph, "bf16"), profile, cluster).at_tensor(self.tensor)
+
+    def step(self, costs: CostModel, size: int, chunks: int, *, tasks_alone: bool = False) -> float:
+        """Return the seconds of a step at ``size`` samples a micro-batch, or of its tasks alone."""
+        ranks, each = self.pipeline, self.layers // (self.pipeline * chunks)
+        degree = self.gpus // (self.tensor * ranks)
+        stages = [list(range(1 + i * each, 1 + (i + 1) * each)) for i in range(ranks * chunks)]
+        stages[0].insert(0, 0)
+        stages[-1].append(self.layers + 1)
+        forwards, backwards = zip(*(costs.stage_times(rows, size) for rows in stages), strict=True)
+        message, reduce = 0.0, 0.0
+        if not tasks_alone:
+            if ranks > 1:
+                num_bytes = 2.0 * size * LENGTH * self.width
+                message = costs.cluster.transfer_us(0, self.gpus // ranks, num_bytes)
+            everyone = range(self.tensor * degree)
+            price = costs.collectives(everyone[:: self.tensor], everyone).all_reduce
+            for rank in {0, ranks - 1}:
+                held = costs.group_gradient_bytes([row for rows in stages[rank::ranks] for row in rows])
+                reduce = max(reduce, float(price.us(held)))
+        micro_batches = self.batch // (size * degree)
+        span = chain_us(forwards, ranks, micro_batches, backwards=backwards, message_us=message)
+        return (span + reduce) / 1e6
+
+    def quickest(self, costs: CostModel) -> tuple[int, int]:
+        """Return the samples of a micro-batch and the chunks of a rank that make the shortest step."""
+        best: tuple[float, int, int] | None = None
+        layers = self.layers // self.pipeline
+        per_size = self.batch * self.tensor * self.pipeline // self.gpus
+        for size in (size for size in SIZES if per_size % size == 0):
+            may_interleave = self.pipeline > 1 and per_size // size % self.pipeline == 0
+            counts = [n for n in range(1, layers + 1 if may_interleave else 2) if layers % n == 0]
+            found = min((self.step(costs, size, chunks), size, chunks) for chunks in counts)
+            if best is not None and found >= best:
+                break
+            best = found
+        assert best is not None  # one sample divides everything
+        return best[1:]
+
+
+def gpt_rows(*, at_most: int = 1 << 30) -> Iterator[Row]:
+    """Yield what tasks, and whole steps, take of each run on at most so many GPUs.
+
+    Tasks are with the pipeline's filling and draining, and without messages and sums of gradients. Both are held
+    against the one number that is published, the step.
+    """
+    for name, *sizes, teraflops in MEGATRON:
+        run = _gpt(sizes)
+        if run.gpus <= at_most:
+            yield from _rows_of("Megatron-LM", name, run, run.seconds_at(teraflops), None, _WHY_MEGATRON)
+    for name, *sizes, seconds, selective in KORTHIKANTI:
+        run = _gpt(sizes)
+        if run.gpus <= at_most:
+            yield from _rows_of("Korthikanti", name, run, seconds, selective, _WHY_KORTHIKANTI)
+
+
+def _gpt(sizes: Sequence[float]) -> GptRun:
+    heads, width, layers, tensor, pipeline, gpus, batch = map(int, sizes)
+    return GptRun(
+        heads=heads, width=width, layers=layers, tensor=tensor, pipeline=pipeline, gpus=gpus, batch=batch
+    )
+
+
+def _rows_of(
+    source: str, name: str, run: GptRun, seconds: float, selective: float | None, why: str
+) -> Iterator[Row]:
+    costs = run.costs()
+    size, chunks = run.quickest(costs)
+    case = f"{name}, {run.gpus} A100, TP {run.tensor} PP {run.pipeline}, micro-batches of {size}, {chunks} chunks"
+    row = Row(
+        source=source,
+        case=case,
+        quantity="step",
+        unit="s",
+        published=seconds,
+        ours=run.step(costs, size, chunks),
+        known=COSTED,
+        limit=BAND,
+        why=why,
+    )
+    yield dataclasses.replace(row, quantity="tasks", ours=run.step(costs, size, chunks, tasks_alone=True))
+    yield row
+    if selective is not None:
+        kept = dataclasses.replace(run, recompute=False)
+        yield dataclasses.replace(
+            row,
+            quantity="step, selective",
+            published=selective,
+            ours=kept.step(kept.costs(), size, chunks),
+            known=ASSUMED,
+            limit=None,
+            why=_WHY_SELECTIVE,
+        )

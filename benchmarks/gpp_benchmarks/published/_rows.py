@@ -10,9 +10,10 @@ from typing import Any
 
 from gpp_plugin.report.units import format_table
 
-GIVEN, FITTED, HELD_OUT, ASSUMED = "given", "fitted", "held out", "assumed"
-"""What the simulator knew: every time of the run; this very row; another row of the same machine; no time at all."""
-DIGITS = {"rate": 4, "s": 2, "ratio": 3, "share": 3}
+GIVEN, FITTED, HELD_OUT, ASSUMED, COSTED = "given", "fitted", "held out", "assumed", "costs"
+"""What the simulator knew: every time of the run; this very row; another row of the same machine; no time at all, and
+not all that decides; no time at all, but sizes and degrees, and a description of the cluster."""
+DIGITS = {"rate": 4, "s": 2, "ratio": 3, "share": 3, "GB/s": 1, "us": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +22,9 @@ class Row:
 
     Args:
         quantity: what was published, with its schedule.
-        unit: ``rate`` (bubble) and ``share``, whose error is the difference; ``s`` and ``ratio``, whose error is the
-            relative one.
-        known: `GIVEN`, `FITTED`, `HELD_OUT` or `ASSUMED`.
+        unit: of ``rate`` (bubble) and ``share`` the error is the difference; of ``s``, ``ratio``, ``GB/s`` and ``us``
+            the relative one.
+        known: `GIVEN`, `FITTED`, `HELD_OUT`, `ASSUMED` or `COSTED`.
         limit: the largest error that is asked of a row; None where none is.
         shorter: the same quantity under an order of ours that is shorter, where there is one, and what that order is.
         why: where the error is over the limit, or what was assumed.
@@ -95,9 +96,13 @@ def count_within(rows: Iterable[Row]) -> dict[str, str]:
     return {name: f"{sum(each)} of {len(each)}" for name, each in found.items()}
 
 
-def held_out_error(rows: Iterable[Row]) -> dict[str, Any] | None:
-    """Return how far held-out times are off, whatever their limits: mean, median and worst; None: no such row."""
-    errors = [abs(row.error) for row in rows if row.known == HELD_OUT and row.unit == "s"]
+def errors_of(rows: Iterable[Row], known: str, *, quantity: str = "step") -> dict[str, Any] | None:
+    """Return how far such times are off, whatever their limits: mean, median and worst; None: there is none."""
+    errors = [
+        abs(row.error)
+        for row in rows
+        if (row.known, row.unit) == (known, "s") and row.quantity.startswith(quantity)
+    ]
     if not errors:
         return None
     return {

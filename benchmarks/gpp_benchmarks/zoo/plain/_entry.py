@@ -75,10 +75,7 @@ class SmallNet(nn.Module):
 
 def vectors(number: int) -> Batch:
     """Return vectors, and vectors to reach."""
-    return {
-        "x": numbers(SAMPLES, WIDTH, seed=10 + number),
-        "y": numbers(SAMPLES, WIDTH, seed=1000 + number),
-    }
+    return {"x": numbers(SAMPLES, WIDTH, seed=10 + number), "y": numbers(SAMPLES, WIDTH, seed=1000 + number)}
 
 
 def tokens(number: int) -> Batch:

@@ -30,9 +30,9 @@ from gpp_plugin.config.block import LengthsConfig, PlanOptions
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, place_of, use_names
 from gpp_plugin.config.reader import check_sizes, read_options
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir import serialize
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.serialize import save
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.library.named_models import (
@@ -49,10 +49,10 @@ from gpp_plugin.plan.costs.estimate import finished_plan, play_step, prices_on
 from gpp_plugin.plan.costs.memory_formula import plan_beside_messages
 from gpp_plugin.plan.edge_transports import NATIVE, note_edge_transports
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.plan_form import check_form, read_plan
-from gpp_plugin.plan.registry import make_plan, request_for
+from gpp_plugin.plan.plan_form import check_form, read_plan, write_plan
+from gpp_plugin.plan.refine.share_ranks import share_ranks
+from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.rehearse.rehearsal import make_async_programs, programs_of_plan
 from gpp_plugin.report import timeline_chart
@@ -183,7 +183,9 @@ def make_request(
             mini_batch=mini_batch,
             loss_unit=loss_unit,
             micro_batch_sizes={k: mini_batch if size == "full" else size for k, size in by_module.items()},
-            zero_stage=config.zero_stage,
+            zero_stage=config.zero,
+            # a loss that compares samples is of the whole mini-batch
+            is_unit_open=config.loss_unit is None and loss_unit < mini_batch,
         )
 
 
@@ -205,9 +207,13 @@ def plan_for(
         made = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing=slicing)
         return share_ranks(made, request, schedule=schedule)
 
+    def finish(request: PlanRequest) -> PipelinePlan:
+        return finished_plan(note_edge_transports(plan_beside_messages(request, make), p2p), request)
+
     with use_names(ARGUMENT_NAMES):
-        made = plan_beside_messages(request, make)
-        return finished_plan(note_edge_transports(made, p2p), request)
+        made = plan_open(planner, request, finish)
+        check_form(made)  # what would not be read again is a fault of the planner's
+        return made
 
 
 def simulate(plan: PipelinePlan, cluster: ClusterSource | None = None) -> Timeline:
@@ -326,6 +332,18 @@ def format_timeline(
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
     return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
+
+
+def save(value: PipelinePlan | Timeline, path: str | Path) -> None:
+    """Write a plan or a timeline to a JSON file; a plan that could not be read again is not written.
+
+    Raises:
+        GppError: what is wrong with the plan.
+    """
+    if isinstance(value, PipelinePlan):
+        write_plan(value, path)
+    else:
+        serialize.save(value, path)
 
 
 def load_plan(path: str | Path) -> PipelinePlan:

@@ -460,7 +460,7 @@ def test_every_key_can_be_set_on_the_command_line():
         ("micro_batch_sizes", "loss=full,*=4", {"loss": "full", "*": 4}), ("lengths.typical", "8,4", [8, 4]),
         ("tensor_parallel", "model.text=2", {"model.text": 2}), ("eager", "layers.*.router", ["layers.*.router"]),
         ("backends", '["torch", "inductor"]', ["torch", "inductor"]), ("compile", "true", True), ("plan", "null", None),
-        ("cluster", '{"name": "x"}', {"name": "x"}), ("slicing", "off", "off"), ("zero_stage", "2", 2),
+        ("cluster", '{"name": "x"}', {"name": "x"}), ("slicing", "off", "off"), ("zero", "2", 2), ("zero", "auto", "auto"),
     ],
 )  # fmt: skip
 def test_values_on_a_command_line(path, text, value):
@@ -486,3 +486,16 @@ def test_a_key_of_an_earlier_release_is_read_with_one_line_of_advice(caplog):
     assert configs == [GraphPipelineConfig(frozen_prefetch=1)] * 2 and configs[0].look_ahead == 1
     (record,) = caplog.records
     assert record.message.startswith("graph_pipeline.look_ahead: is now frozen_prefetch;")
+
+
+def test_a_named_zero_stage_holds_beside_auto():
+    """DeepSpeed's own section is what the engine runs with: auto fills it where it names no stage."""
+    block = {"graph_pipeline": {"zero": "auto"}}
+    for zero, wanted in ((None, "auto"), ({}, "auto"), ({"stage": 0}, None), ({"stage": 2}, None)):
+        config = read_config({**block, "zero_optimization": zero})
+        assert config is not None and config.zero == wanted
+    refused = {"zero": "auto", "backends": "auto"}
+    with pytest.raises(
+        ConfigError, match="may choose ZeRO 3, which backends .auto. cannot run; name a stage"
+    ):
+        read_config({"graph_pipeline": refused})

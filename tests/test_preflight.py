@@ -14,6 +14,7 @@ from gpp_plugin.doctor.preflight_rank import preflight_plan
 from gpp_plugin.ir.serialize import save
 from gpp_plugin.launch import reserved_port
 from gpp_plugin.plan.cluster_files import read_cluster
+from gpp_plugin.plan.costs.collective_costs import collectives
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
 from gpp_plugin.runtime.rank_programs import channels_of
 from tests.waits import run_program
@@ -34,6 +35,18 @@ def test_two_ranks_of_this_host(tmp_path, capsys):
     cluster = read_cluster(output, num_devices=2)
     assert {dtype for dtype, _ in cluster.devices[0].peaks} == {"fp32", "bf16"}
     assert [(link.name, link.span) for link in cluster.links] == [("host memory", 2)]
+    # what collectives took is in the file, and is what they are priced at
+    assert any(line.startswith("all-gather") for line in text)
+    link, price = cluster.links[0], collectives(cluster, (0, 1))
+    for measured, cost, sent in (
+        (link.all_reduce, price.all_reduce, 1.0),
+        (link.all_gather, price.gather, 0.5),
+    ):
+        assert measured is not None and measured.latency_us is not None
+        quickest = min(cost.lines, key=lambda line: line[1])
+        assert quickest[1] == pytest.approx(sent * 1e6 / measured.bytes_per_s, rel=1e-6)
+    assert price.gather.lines[0][0] == pytest.approx(link.all_gather.latency_us)
+    assert result["all_reduce_bytes_per_s"] == link.all_reduce.bytes_per_s
     assert main(["plan", "mmt", "--cluster", str(output), "--planner", "uniform"]) == 0
 
 

@@ -212,7 +212,9 @@ def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
         for way, us in (("F", stage.forward_us), ("B", stage.backward_us))
     }
     ends = _play(orders, took, _messages(plan), cluster)
-    return max(max(ends[rank] for rank in rows_of(stage)) + _ring_us(stage, cluster) for stage in plan.stages)
+    return max(
+        max(ends[rank] for rank in rows_of(stage)) + stage_reduce_us(stage, cluster) for stage in plan.stages
+    )
 
 
 def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
@@ -323,11 +325,33 @@ def _link(cluster: Cluster, rank: int, other: int) -> Link:
     return next(together, cluster.links[-1])
 
 
-def _ring_us(stage: Stage, cluster: Cluster) -> float:
-    """Return the all-reduce of a stage's gradients: 2 (d - 1) steps of a d-th of them."""
+def stage_reduce_us(stage: Stage, cluster: Cluster) -> float:
+    """Return the all-reduce of a stage's gradients."""
     rows = rows_of(stage)
-    degree = len(rows)
-    if degree == 1 or stage.gradient_bytes == 0:
+    return all_reduce_us(cluster, rows, stage.gradient_bytes) if stage.gradient_bytes else 0.0
+
+
+def all_reduce_us(cluster: Cluster, ranks: Sequence[int], num_bytes: float, *, count: int = 1) -> float:
+    """Return the microseconds of ``count`` equal all-reduces on one or two levels whose ranks have links of their own.
+
+    A ring of all ranks: 2 (n - 1) steps, and an n-th of the bytes in each; all ranks of a node send out of it together.
+    Or, of several nodes, up and down a tree of them.
+    """
+    # ranks 0, 1, 2, 3 in nodes of two: a ring takes 2 (2 x inner + outer) latencies, a tree the same; 3/2 of the bytes
+    # go through every rank's inner link and, in the ring, over the two links that leave a node
+    n = len(ranks)
+    if n == 1:
         return 0.0
-    link = _link(cluster, rows[0], rows[-1])
-    return 2 * (degree - 1) * (link.latency_us + stage.gradient_bytes / degree / link.bytes_per_s * 1e6)
+    inner, outer = cluster.links[0], cluster.links[-1]
+    within: dict[int, int] = defaultdict(int)
+    for rank in ranks:
+        within[rank // inner.span] += 1
+    nodes, most = len(within), max(within.values())
+    leaving = outer.bytes_per_s * min(within.values()) if nodes > 1 else math.inf
+    sent = inner.bytes_per_s if most > 1 else math.inf
+    steps = count * ((n - nodes) * inner.latency_us + (nodes - 1) * outer.latency_us)
+    ring = 2 * steps + 2e6 * (n - 1) / n * num_bytes / min(sent, leaving)
+    if nodes == 1:
+        return ring
+    depth = 2 * count * ((most - 1) * inner.latency_us + math.ceil(math.log2(nodes)) * outer.latency_us)
+    return min(ring, depth + 1e6 * num_bytes * max(min(most - 1, 2) / sent, 2 / leaving))

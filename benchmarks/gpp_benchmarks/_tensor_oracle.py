@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import networkx as nx
 
 from gpp_benchmarks._oracle import all_partitions, random_dag, random_request, shortest_us, the_size
-from gpp_benchmarks._oracle_costs import Groups, block_us, limit_of, oracle_plan
+from gpp_benchmarks._oracle_costs import Groups, all_reduce_us, block_us, limit_of, oracle_plan
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.plan import PipelinePlan, Stage
@@ -158,7 +158,7 @@ def grid_plan(request: PlanRequest, groups: Groups, grids: Sequence[Grid]) -> Pi
 
 def _on_grid(request: PlanRequest, stage: Stage, local: int) -> Stage:
     """Return the stage with times, gradients and bytes of one of its tensor ranks."""
-    # Of a block of 100 us and 1000 bytes of which 0.6 and 500 are divided, on 2 ranks: 40 + 30 us and its rings, and
+    # Of a block of 100 us and 1000 bytes of which 0.6 and 500 are divided, on 2 ranks: 40 + 30 us and its sums, and
     # 500 + 250 bytes. A row that lies in two nodes sums over the slower link, and the stage takes as long as that row.
     t = stage.tensor
     costs = {cost.block: cost for cost in request.profile.costs}
@@ -169,7 +169,6 @@ def _on_grid(request: PlanRequest, stage: Stage, local: int) -> Stage:
         (stage.ranks[i : i + t] for i in range(0, len(stage.ranks), t)),
         key=lambda group: _levels(request, group),
     )
-    link = request.cluster.links[_levels(request, row)]
     for name in stage.blocks:
         cost, own = costs[name], divided.get(name)
         there, back = block_us(cost, local)
@@ -181,8 +180,8 @@ def _on_grid(request: PlanRequest, stage: Stage, local: int) -> Stage:
             parameter = round(parameter - own.parameter_bytes * (t - 1) / t)
             gradient = round(gradient - own.trainable_bytes * (t - 1) / t)
             keeps -= keeps * own.saved_share * (t - 1) / t
-            there += _rings_us(own.forward_sums, own.forward_sum_bytes * local, t, link)
-            back += _rings_us(own.backward_sums, own.backward_sum_bytes * local, t, link)
+            there += _sums_us(own.forward_sums, own.forward_sum_bytes * local, row, request)
+            back += _sums_us(own.backward_sums, own.backward_sum_bytes * local, row, request)
         forward, backward = forward + there, backward + back
         held, saved, gradients = held + parameter + gradient, saved + keeps, gradients + gradient
         largest = max(largest, cost.transient_bytes_per_sample * local)
@@ -203,9 +202,9 @@ def _levels(request: PlanRequest, ranks: Sequence[int]) -> int:
     return len(request.cluster.links) - 1
 
 
-def _rings_us(sums: int, num_bytes: float, t: int, link: Link) -> float:
-    """Return what so many all-reduces of so many bytes together take: 2 (t - 1) steps each."""
-    return 2 * (t - 1) * (sums * link.latency_us + num_bytes / t / link.bytes_per_s * 1e6)
+def _sums_us(sums: int, num_bytes: float, row: Sequence[int], request: PlanRequest) -> float:
+    """Return what so many equal all-reduces of so many bytes together take."""
+    return all_reduce_us(request.cluster, row, num_bytes, count=sums)
 
 
 def _still_fits(held: PipelinePlan, plan: PipelinePlan, request: PlanRequest) -> bool:

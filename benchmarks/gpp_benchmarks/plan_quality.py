@@ -35,7 +35,7 @@ from gpp_benchmarks._oracle import (
     unlike_request,
     without_communication,
 )
-from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan
+from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan, stage_reduce_us
 from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -43,9 +43,9 @@ from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import make_search
 from gpp_plugin.plan.graphpipe.intervals import build_series, decompose
 from gpp_plugin.plan.make import with_link_times
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, batch_rules, unlimited
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.rows_text import format_rows
 from gpp_plugin.simulate.predict import predict_iteration_us
 
@@ -65,6 +65,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         help="random graphs in up to six stages on two to four ranks, against all partitions, maps and in-flight "
         "counts (%(default)s; a case takes seconds)",
+    )
+    add_option(
+        parser,
+        "--open-cases",
+        0,
+        "chains of three blocks and random graphs on two or three ranks, in any number of stages, against all "
+        "partitions, sets of ranks and in-flight counts",
     )
     add_option(
         parser,
@@ -95,9 +102,10 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     ]
     joined = cases.checked("joined", args.memory_cases, check_joined)
     maps = cases.checked("map", args.map_cases, check_map)
+    opened = cases.checked("open", args.open_cases, check_open)
     unlike = cases.checked("unlike", args.unlike_cases, check_unlike)
     tensor = cases.checked("tensor", args.tensor_cases, check_tensor)
-    rows += [*joined, *maps, *unlike, *tensor]
+    rows += [*joined, *maps, *opened, *unlike, *tensor]
     found = [row for row in rows if row["kind"] == "auto" and row["best_us"] is not None]
     ratios = [row["us"] / row["best_us"] for row in found if row["us"] is not None]
     missed = sum(row["us"] is None for row in found)
@@ -111,6 +119,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         "series_parallel_equal": sum(row["is_equal"] for row in exact),
         **_joined_summary(joined),
         **_ratio_summary("map", maps),
+        **_ratio_summary("open", opened),
         **_ratio_summary("unlike", unlike),
         **_ratio_summary("tensor", tensor),
         "not_run": cases.not_run,
@@ -156,6 +165,7 @@ def _summary_rows(summary: dict[str, Any]) -> list[dict[str, Any]]:
         ("auto, all partitions", "", round((summary["optimal_fraction"] or 0.0) * summary["cases"])),
         ("graphpipe, partitions and memory (within 1 %)", "joined", summary["joined_within_1_percent"]),
         ("stages on fewer ranks, all maps and counts", "map", summary["map_optimal"]),
+        ("any stages on any ranks (within 1 %)", "open", summary["open_within_1_percent"]),
         ("devices of two speeds", "unlike", summary["unlike_optimal"]),
         ("tensor sizes, all partitions and grids", "tensor", summary["tensor_optimal"]),
     )
@@ -183,6 +193,7 @@ def _ratio_summary(kind: str, rows: list[dict[str, Any]]) -> dict[str, Any]:
     return {
         f"{kind}_cases": len(feasible),
         f"{kind}_optimal": sum(ratio <= 1 + TOLERANCE for ratio in ratios),
+        f"{kind}_within_1_percent": sum(ratio <= 1.01 for ratio in ratios),
         f"{kind}_within_5_percent": sum(ratio <= 1.05 for ratio in ratios),
         f"{kind}_worst_ratio": max(ratios, default=None),
         f"{kind}_missed_feasible": sum(row["us"] is None for row in feasible),
@@ -373,9 +384,38 @@ def map_request(seed: int) -> PlanRequest:
     )
 
 
+def open_request(seed: int) -> PlanRequest:
+    """Return a chain of three blocks on two ranks, or a random graph on two or three, in any number of stages.
+
+    Two of three have one rank a stage, the others any number that divides a micro-batch.
+    """
+    rng = random.Random(13_000_027 * (seed + 1))
+    is_chain = seed % 2 == 0
+    ranks = 2 if is_chain else rng.choice([2, 2, 3])
+    one_rank = rng.random() < 2 / 3
+    most = 5 if ranks == 2 or one_rank else 4
+    graph = nx.path_graph(3, create_using=nx.DiGraph) if is_chain else random_dag(rng, rng.randint(3, most))
+    request = random_request(rng, graph, ranks=ranks, is_tight=False, micro_batch_size=SIZE)
+    return dataclasses.replace(
+        request,
+        mini_batch=MICRO_BATCHES * SIZE,
+        data_parallel=1 if one_rank else None,
+        virtual_stages=None,
+        colocate=not one_rank,
+    )
+
+
 def check_map(seed: int) -> dict[str, Any]:
-    """Compare the search for shared ranks with brute force on one random graph."""
-    request = map_request(seed)
+    """Compare the search for shared ranks with brute force on one random graph in a number of stages."""
+    return _check_placed("maps", seed, map_request(seed))
+
+
+def check_open(seed: int) -> dict[str, Any]:
+    """Compare the search for shared ranks with brute force where the number of stages is open too."""
+    return _check_placed("open", seed, open_request(seed))
+
+
+def _check_placed(kind: str, seed: int, request: PlanRequest) -> dict[str, Any]:
     begin = time.process_time()
     try:
         plan = share_ranks(make_plan("auto", request), request, schedule="1f1b")
@@ -385,7 +425,7 @@ def check_map(seed: int) -> dict[str, Any]:
     seconds = time.process_time() - begin
     best, found = best_map_us(request)
     return {
-        "kind": "maps",
+        "kind": kind,
         "seed": seed,
         "blocks": len(request.graph.blocks),
         "stages": request.num_stages,
@@ -400,7 +440,9 @@ def check_map(seed: int) -> dict[str, Any]:
 
 
 def _in_words(plan: PipelinePlan) -> list[str]:
-    return [f"{' '.join(s.blocks)} on {s.ranks[0]}, {s.in_flight} in flight" for s in plan.stages]
+    return [
+        f"{' '.join(s.blocks)} on {' '.join(map(str, s.ranks))}, {s.in_flight} in flight" for s in plan.stages
+    ]
 
 
 def best_map_us(request: PlanRequest) -> tuple[float, PipelinePlan | None]:
@@ -447,18 +489,29 @@ def _moved_counts(plan: PipelinePlan, request: PlanRequest) -> tuple[float, tupl
 
 
 def _placed_plans(request: PlanRequest) -> Iterator[PipelinePlan]:
-    """Yield every partition on every map to all ranks; ranks are alike, so that they are numbered as they are met."""
-    assert request.num_stages is not None
-    for groups in all_partitions(request.graph, request.num_stages):
-        if len(groups) == request.num_stages:
+    """Yield every partition on every map to sets of all ranks; these are alike, and numbered as they are met."""
+    most = len(request.graph.blocks) if request.num_stages is None else request.num_stages
+    for groups in all_partitions(request.graph, most):
+        if request.num_stages in (None, len(groups)):
             yield from _on_all_maps(request, groups)
 
 
 def _on_all_maps(request: PlanRequest, groups: Groups) -> Iterator[PipelinePlan]:
-    plan = oracle_plan(request, groups, [1] * len(groups), SIZE)
-    for placed in itertools.product(range(request.num_ranks), repeat=len(groups)):
-        if list(dict.fromkeys(placed)) == list(range(request.num_ranks)):
-            yield plan.with_each(ranks=[(rank,) for rank in placed])
+    degrees = range(1, request.num_ranks + 1) if request.data_parallel is None else [request.data_parallel]
+    sets = [
+        ranks
+        for degree in degrees
+        if SIZE % degree == 0
+        for ranks in itertools.combinations(range(request.num_ranks), degree)
+    ]
+    plans: dict[tuple[int, ...], PipelinePlan] = {}
+    for placed in itertools.product(sets, repeat=len(groups)):
+        if list(dict.fromkeys(itertools.chain(*placed))) != list(range(request.num_ranks)):
+            continue
+        sizes = tuple(map(len, placed))
+        plan = plans.setdefault(sizes, oracle_plan(request, groups, sizes, SIZE))
+        ranks_of = dict(zip(groups, placed, strict=True))
+        yield plan.with_each(ranks=[ranks_of[stage.blocks] for stage in plan.stages])
 
 
 def _least_us(plan: PipelinePlan) -> float:
@@ -473,17 +526,19 @@ def _least_us(plan: PipelinePlan) -> float:
     least: dict[int, tuple[float, float, float]] = {}
     for index, stage in enumerate(plan.stages):
         work = (stage.forward_us + stage.backward_us) * num_micro_batches(plan, stage)
-        head, busy, tail = least.get(stage.ranks[0], (math.inf, 0.0, math.inf))
-        least[stage.ranks[0]] = min(head, before[index]), busy + work, min(tail, after[index])
+        for rank in stage.ranks:
+            head, busy, tail = least.get(rank, (math.inf, 0.0, math.inf))
+            least[rank] = min(head, before[index]), busy + work, min(tail, after[index])
     return max(sum(parts) for parts in least.values())
 
 
 def _mapped_us(plan: PipelinePlan, request: PlanRequest) -> float:
     """Return the shorter step of orders that take messages to be free and of orders that do not; inf: it cannot run."""
     best = math.inf
+    reduce_us = {i: stage_reduce_us(stage, request.cluster) for i, stage in enumerate(plan.stages)}
     for each in (plan, with_link_times(plan, request.cluster)):
         try:
-            best = min(best, predict_iteration_us(each, cluster=request.cluster))
+            best = min(best, predict_iteration_us(each, cluster=request.cluster, reduce_us=reduce_us))
         except (PlanError, ScheduleError):
             continue
     return best

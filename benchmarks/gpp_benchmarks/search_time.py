@@ -23,9 +23,9 @@ from gpp_plugin.api import make_request
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.library.paper_graphs import build_model
 from gpp_plugin.plan.choose_schedule import USUAL_SCHEDULES, choose_schedule
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import LEFT_OUT, PlanRequest, batch_rules
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.rows_text import LINES, RowsChart
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs

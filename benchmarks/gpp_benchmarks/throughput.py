@@ -12,7 +12,7 @@ what it makes of the graph with the best single micro-batch size for all stages.
     over one size   over ours without a micro-batch size of its own for each stage
 
 With ``--share-ranks`` ours, chains as well, may also interleave stages and put branches on the ranks of others
-(`plan.shared`), where that is shorter, under 1F1B like all rows. ``uniform``, which is Megatron's, may interleave as
+(`plan.refine`), where that is shorter, under 1F1B like all rows. ``uniform``, which is Megatron's, may interleave as
 Megatron does (arXiv 2104.04473, section 2.2), by the same search; the other baselines know neither. A rival that found
 no plan in time is named: the best of the others is not the best.
 
@@ -43,9 +43,9 @@ from gpp_plugin.plan.baselines.chain_costs import as_sequential
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, batch_rules
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.report.rows_text import LINES, RowsChart, format_rows
 
 OURS = ("graphpipe", "auto")

@@ -31,7 +31,7 @@ from gpp_plugin.compare.compare_settings import (
     default_config,
 )
 from gpp_plugin.compare.compared_models import TINY, check_model_name, planned_names, trained_names
-from gpp_plugin.compare.simulated import simulate_mode
+from gpp_plugin.compare.simulated import plain_line, simulate_mode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.key_names import JSON_NAMES, CommandNames, place_of, use_names
 from gpp_plugin.config.reader import flat_keys, load_deepspeed_json, nested_keys, read_options
@@ -45,7 +45,19 @@ from gpp_plugin.report.progress import Step, searching, step
 from gpp_plugin.report.rows_text import json_text
 from gpp_plugin.report.units import fill_text, format_bytes, format_table
 
-KEYS = ("num_devices", "cluster", "dtype", "mini_batch", "loss_unit", "planner", "stages", "lengths.typical")
+KEYS = (
+    "num_devices",
+    "cluster",
+    "dtype",
+    "mini_batch",
+    "loss_unit",
+    "zero",
+    "planner",
+    "stages",
+    "tensor_parallel",
+    "memory",
+    "lengths.typical",
+)
 """Keys of the schema that have options of their own."""
 _DEFAULTS = {"num_devices": 4, "mini_batch": 32, "loss_unit": 4}
 """Without a configuration and without a cluster; on a cluster they are those of `gpp plan`."""
@@ -178,10 +190,6 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
     with step("capture"):
         request = _request(args)
 
-    _print_filled(
-        f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
-        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
-    )
     rows = []
     make_graph = functools.partial(plan_for, **plan_choices(options))
     with step("plan") as progress:
@@ -191,6 +199,12 @@ def _simulate(args: argparse.Namespace) -> list[dict[str, Any]]:
                 rows.append(simulate_mode(mode, request, make_graph))
     if all("refused" in row for row in rows):
         raise PlanError(f"no mode can run this; {rows[-1]['mode']}: {rows[-1]['refused']}")
+    if first := plain_line(rows):
+        _print_filled(first)
+    _print_filled(
+        f"{args.model}: {request.mini_batch} samples a step, {request.loss_unit} a loss, in "
+        f"{request.cluster.devices[0].dtype}; simulated on {request.num_ranks} devices of {request.cluster.name}"
+    )
     print(f"\n{format_modes(rows, _SIMULATED)}")
     return rows
 
@@ -316,7 +330,9 @@ def _settings(args: argparse.Namespace) -> CompareSettings:
         config.setdefault(BLOCK, {})
     else:
         mini_batch, loss_unit = (keys.pop(key, _DEFAULTS[key]) for key in ("mini_batch", "loss_unit"))
-        zero_stage = keys.pop("zero_stage", 0)
+        zero_stage = keys.pop("zero", 0)
+        if zero_stage == "auto":
+            keys["zero"], zero_stage = "auto", 0
         config = default_config(mini_batch=mini_batch, loss_unit=loss_unit, block=nested_keys(keys))
         if zero_stage:
             config["zero_optimization"] = {"stage": zero_stage}
@@ -397,6 +413,7 @@ def remarks(rows: list[dict[str, Any]], *, cores: int) -> list[str]:
         )
         lines.append(f"parameters and buffers, by rank: {_by_rank(ran, 'parameter_bytes_by_rank')}")
     for row in ran:
+        lines += [f"{row['mode']}: {row['what']}"] if row.get("what") else []
         lines += [f"{row['mode']}: {note}" for note in row["notes"]]
         if not row.get("fits", True):
             lines.append(

@@ -19,23 +19,24 @@ from gpp_plugin.commands.command_parser import (
     plan_keys,
     read_sizes,
 )
-from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK
-from gpp_plugin.compare.simulated import simulate_mode, simulated_row
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK
+from gpp_plugin.compare.simulated import plain_line, simulate_mode, simulated_row
 from gpp_plugin.config.block import PlanOptions
-from gpp_plugin.config.key_names import name_of, place_of, use_names
+from gpp_plugin.config.key_names import name_of, place_of, setting_of, use_names
 from gpp_plugin.config.reader import read_options
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import Alternative, PipelinePlan
 from gpp_plugin.ir.serialize import fingerprint, output_path, to_plain
 from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.library.named_models import config_names, config_path, layer_shape
 from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.baselines.data_parallel import PLAIN as PLAIN_PLANNER
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, limit_gb
 from gpp_plugin.report.plan_text import (
     cost_object,
     edge_rows,
@@ -65,12 +66,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-report", action="store_true", help="show what fills each stage's memory")
     add_size(parser)
     parser.add_argument(
+        "--explain",
+        action="store_true",
+        help="show too how the plan was found: stages that were not taken and why, schedules, micro-batches in flight",
+    )
+    parser.add_argument(
         "--against",
-        type=list_of([STOCK, CHAIN, "none"]),
+        type=list_of([PLAIN, STOCK, CHAIN, "none"]),
         metavar="A,...",
-        help=f"baselines, simulated: {STOCK}, DeepSpeed's own 1F1B; {CHAIN}, the best that our planner makes of the "
-        f"model in a line; or none ({STOCK},{CHAIN}; without {CHAIN} where planning has taken longer than "
-        f"{LONG_SECONDS:g} s)",
+        help=f"baselines, simulated: {PLAIN}, data parallelism without a pipeline, of any ZeRO stage; {STOCK}, "
+        f"DeepSpeed's own 1F1B; {CHAIN}, the best that our planner makes of the model in a line; or none "
+        f"({PLAIN},{STOCK},{CHAIN}; without {CHAIN} where planning has taken longer than {LONG_SECONDS:g} s)",
     )
     parser.add_argument(
         "--on-paper",
@@ -110,7 +116,9 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         plan = plan_for(request, **plan_choices(options))
     seconds = time.perf_counter() - start
     against, lines = _against(args.against, options, request, plan, seconds)
-    print(format_plan(plan, width=columns_of(args)))
+    if first := plain_line(against):
+        print(fill_text(first) + "\n")
+    print(format_plan(plan, width=columns_of(args), is_explained=args.explain))
     if lines:
         print("\n" + "\n".join(lines))
     if options.p2p != NATIVE and plan.edges:
@@ -118,7 +126,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
     parts = plan.memory
     if args.memory_report:
         print(f"\n{format_breakdown(parts)}\n\n{format_table(*rank_table(plan))}")
-        for line in memory_advice(plan, zero_stage=options.zero_stage, allowed=request.memory_optimization):
+        for line in memory_advice(plan, zero_stage=plan.zero_stage, allowed=request.memory_optimization):
             print(fill_text(printable(line), indent="  "))
     papers = [] if layer is None else _on_paper(layer, request)
     # 64 samples in 80,000 us are 800 a second.
@@ -139,6 +147,7 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
     return {
         "rows": stage_rows(plan),
         "against": against,
+        "alternatives": [to_plain(each) for each in plan.alternatives],
         "edges": edge_rows(plan, options.p2p),
         "model": plan.model,
         "planner": plan.planner,
@@ -198,7 +207,7 @@ def _against(
     has_chain = options.planner in CHAINED
     is_long = modes is None and has_chain and seconds > LONG_SECONDS
     if modes is None:
-        modes = [STOCK] if is_long or not has_chain else [STOCK, CHAIN]
+        modes = [PLAIN, STOCK] if is_long or not has_chain else [PLAIN, STOCK, CHAIN]
     modes = [mode for mode in modes if mode != "none"]
     if not modes:
         return [], []
@@ -215,21 +224,31 @@ def _against(
             progress.note(mode)
             rows.append(simulate_mode(mode, request, make_chain))
     rows.append(simulated_row(GRAPH, plan, request))
-    lines = [format_against(rows)]
+    lines = [format_against(rows, plan.alternatives)]
     lines += [
         fill_text(f"{row['mode']} cannot run this: {row['refused']}") for row in rows if "refused" in row
     ]
     if is_long:
-        lines.append(f"(the best chain takes as long to plan again: --against {STOCK},{CHAIN})")
+        lines.append(f"(the best chain takes as long to plan again: --against {PLAIN},{STOCK},{CHAIN})")
     return rows, lines
 
 
-def format_against(rows: Sequence[dict[str, Any]]) -> str:
-    """Return the table of simulated modes, this plan last: how many times as fast it is as each."""
+def format_against(rows: Sequence[dict[str, Any]], alternatives: Sequence[Alternative] = ()) -> str:
+    """Return the table of simulated modes: how many times as fast this plan, the last row, is as each.
+
+    Args:
+        alternatives: of this plan, which follow it.
+    """
     us = rows[-1]["iteration_ms"]
     lines = []
-    for row in rows:
-        name = {STOCK: "stock DeepSpeed 1F1B", CHAIN: "the best chain", GRAPH: "this plan"}[row["mode"]]
+    shown = (row for mode in rows for row in (mode, mode.get("open")) if row is not None)
+    for row in shown:
+        name = {
+            PLAIN: (row.get("what") or PLAIN_PLANNER) + (f" (with {row['with']})" if row.get("with") else ""),
+            STOCK: "stock DeepSpeed 1F1B",
+            CHAIN: "the best chain",
+            GRAPH: "this plan",
+        }[row["mode"]]
         if "refused" in row:
             lines.append([name, *["-"] * 4])
             continue
@@ -237,6 +256,16 @@ def format_against(rows: Sequence[dict[str, Any]]) -> str:
         ratio = "" if row["mode"] == GRAPH else f"{row['iteration_ms'] / us:.2f} x as fast" if us else "-"
         step_ms = f"{row['iteration_ms']:.1f}"
         lines.append([name, str(row["stages"]), step_ms, format_bytes(row["peak_bytes"]) + fits, ratio])
+    least = rows[-1].get("peak_bytes", 0)
+    for each in alternatives:
+        is_smaller, least = each.peak_bytes < least, min(each.peak_bytes, least)
+        way = (
+            setting_of("memory.limit_gb", float(limit_gb(each.peak_bytes)))
+            if is_smaller
+            else setting_of("stages", each.num_stages)
+        )
+        step_ms, ratio = f"{each.iteration_us / 1e3:.1f}", f"{each.iteration_us / 1e3 / us:.2f} x as fast"
+        lines.append([f"or, {way}", str(each.num_stages), step_ms, format_bytes(each.peak_bytes), ratio])
     return format_table(["simulated", "stages", "ms a step", "fullest rank", "this plan is"], lines)
 
 

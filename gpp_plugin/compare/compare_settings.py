@@ -13,16 +13,18 @@ from gpp_plugin.config.key_names import place_of
 from gpp_plugin.config.reader import batch_arithmetic, check_ranks, read_config
 from gpp_plugin.errors import ConfigError, nearest
 
-SINGLE, STOCK, CHAIN, GRAPH = "single", "stock", "chain", "graph"
-MODES = (SINGLE, STOCK, CHAIN, GRAPH)
-"""One plain process; DeepSpeed's `PipelineEngine` on the linearised model; the best chain that our own planner finds,
-which is never trained, only simulated or emulated; the graph of stages."""
+PLAIN, SINGLE, STOCK, CHAIN, GRAPH = "plain", "single", "stock", "chain", "graph"
+MODES = (PLAIN, SINGLE, STOCK, CHAIN, GRAPH)
+"""Plain data parallelism, the whole model on every rank; one process; DeepSpeed's `PipelineEngine` on the linearised
+model; the best chain that our own planner finds, which is never trained, only simulated or emulated; the graph of
+stages."""
 
 _TEXT_LENGTH = 32
 """Tokens of a text, by default."""
 
-_GRAPH_ONLY = "plan schedule trace_path slicing memory virtual_stages colocate tensor_parallel".split()
-"""Keys of the block that say how the graph runs, and nothing of a chain."""
+_GRAPH_ONLY = "plan schedule trace_path slicing virtual_stages colocate tensor_parallel".split()
+"""Keys of the block that say how the graph runs, and nothing of one stage or a chain."""
+_OWN_STAGES = "planner stages data_parallel micro_batch_sizes".split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,16 +93,20 @@ class CompareSettings:
         return batch_arithmetic(self.ds_config, self.num_ranks).loss_unit
 
     def config_of(self, mode: str, profile_dir: str) -> dict[str, Any]:
-        """Return the DeepSpeed configuration of a mode: the user's, with one key changed for stock.
+        """Return the DeepSpeed configuration of a mode: the user's, with other stages for plain and stock.
 
         Args:
             profile_dir: where it keeps measured costs; each mode its own, so that each measures them itself.
         """
         config = copy.deepcopy(self.ds_config)
         block = dict(config.get("graph_pipeline") or {})
-        if mode == STOCK:
+        if mode in (PLAIN, STOCK):
             # The rest of the block (micro-batch sizes, cluster, time limits) holds for a chain as well.
             block = {key: value for key, value in block.items() if key not in _GRAPH_ONLY}
+        if mode == PLAIN:
+            block = {key: value for key, value in block.items() if key not in _OWN_STAGES} | {"stages": 1}
+        if mode == STOCK:
+            block = {key: value for key, value in block.items() if key not in ("memory", "zero")}
             block["planner"] = "stock_1f1b"
             if isinstance(block.get("stages"), int) and block["stages"] > self.num_ranks:
                 del block["stages"]  # it holds one stage a rank; as many as there are ranks, then

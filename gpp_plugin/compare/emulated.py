@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from gpp_plugin.compare.alternated_benchmarks import AlternatedBenchmark, Chain, run_alternated
-from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, STOCK, CompareSettings
+from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK, CompareSettings
 from gpp_plugin.compare.compared_models import BuiltModel, build_model
 from gpp_plugin.compare.simulated import best_chain
 from gpp_plugin.config.reader import read_config
@@ -34,7 +34,7 @@ from gpp_plugin.rehearse.rehearsal import scale_times
 from gpp_plugin.runtime.stage_module import Reference
 
 Tell = Callable[[str], None]
-PIPELINES = (STOCK, CHAIN, GRAPH)
+PIPELINES = (PLAIN, STOCK, CHAIN, GRAPH)
 _PEER = "deepspeed"
 _CAPTURING = "gpp compare captures the request"
 """A planner's name that no package has: only `captured_request` lends it, for a moment."""
@@ -140,7 +140,7 @@ def _run(
     # that they alternate; {4: {"plans": ...}, 2: {"chain": ..., ...}} where stock is a chain of 2 replicated
     # twice, of which one replica is run: replicas only synchronise at the reduction, which is left out for all.
     by_ranks: dict[int, dict[str, Any]] = {}
-    for mode in (CHAIN, GRAPH):
+    for mode in (PLAIN, CHAIN, GRAPH):
         if mode in planned:
             by_ranks.setdefault(planned[mode].num_ranks, {}).setdefault("plans", {})[mode] = planned[mode]
     if stock is not None:

@@ -205,6 +205,8 @@ class GraphPipelineConfig(_Block):
             and vocabulary. A number holds for all stages that can be divided so. A number by module path holds for the
             stages with these modules; all others have 1. "auto" is stage by stage the size with the shortest simulated
             step.
+        zero: "auto" is the ZeRO stage with the shortest step, where ``zero_optimization`` names none. null is the stage
+            that is named there, or 0.
         schedule: order of the tasks of every stage. "auto" is the one with the shortest simulated step that memory
             allows.
         micro_batch_sizes: samples of a stage's micro-batch: for all stages, or by stage name. "full" is the whole
@@ -282,6 +284,7 @@ class GraphPipelineConfig(_Block):
         inner="a whole number of at least 1",
         plans=True,
     )
+    zero: Auto | None = _key(None, 'null or "auto"')
     schedule: ScheduleName = _key("auto", plans=True)
     micro_batch_sizes: Literal["auto", "search"] | Count | dict[str, Count | Literal["full"]] = _key(
         "auto",
@@ -352,7 +355,7 @@ class PlanOptions(GraphPipelineConfig):
         mini_batch: samples of one optimizer step; by default 64, or 8 a device where that is more.
         loss_unit: samples of one loss; by default the mini-batch, or of a HuggingFace model whose loss does not compare
             samples about 4096 tokens.
-        zero_stage: ZeRO stage.
+        zero: ZeRO stage; "auto" is the one with the shortest step, ``"zero": "auto"`` in the block.
     """
 
     num_devices: Count | None = _key(
@@ -365,7 +368,9 @@ class PlanOptions(GraphPipelineConfig):
     loss_unit: Count | None = _key(
         None, "a whole number of at least 1", json="train_micro_batch_size_per_gpu", plans=True
     )
-    zero_stage: Literal[0, 1, 2, 3] = _key(0, option="--zero", json="zero_optimization.stage", plans=True)
+    zero: Literal[0, 1, 2, 3, "auto"] = _key(  # type: ignore[assignment]  # without a job there is no other place
+        0, argument="zero_stage", json="zero_optimization.stage", plans=True
+    )
 
 
 PLAN_DEFAULTS = {

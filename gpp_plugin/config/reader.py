@@ -124,6 +124,9 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
     with _one_line_a_problem():
         config = GraphPipelineConfig.model_validate(_with_new_names(block))
     config = _check_together(config)
+    zero = plain.get("zero_optimization")
+    if isinstance(zero, Mapping) and zero.get("stage") is not None:
+        config = config.model_copy(update={"zero": None})  # what is named there holds
     return config if config.enabled else None
 
 
@@ -453,6 +456,10 @@ def _contradictions(c: GraphPipelineConfig) -> Iterator[tuple[Any, ...]]:
     if c.locate_nan and c.backends != "off":
         why = f"looks at what every operator returns, and {setting_of('backends', c.backends)} runs them out of sight"
         yield "locate_nan", why, ("backends", "off")
+    if c.zero == "auto" and (c.backends != "off" or c.planner == "stock_1f1b"):
+        key = "planner" if c.backends == "off" else "backends"
+        why = f"may choose ZeRO 3, which {setting_of(key, getattr(c, key))} cannot run"
+        yield "zero", f"{why}; name a stage in zero_optimization"
     whole = (("micro_batch_sizes", "auto"), ("slicing", "auto", "off"), ("mode", "sync"), ("p2p", "native"))
     for key, *values in whole if c.units is not None else ():
         if getattr(c, key) not in values:

@@ -239,11 +239,14 @@ def _checks_of(found: Mapping[str, Any], args: argparse.Namespace) -> Iterator[C
     for link in found["cluster"]["links"]:
         speed = f"{link['gb_per_s']:.1f} GB/s a rank, {link['latency_us']:.1f} us"
         yield _ok(f"link {link['name']}", f"joins {link['span']} ranks: {speed}")
+        for kind in ("all_reduce", "all_gather"):
+            if kind in link:
+                speed = (
+                    f"{link[kind]['gb_per_s']:.2f} GB/s of bus bandwidth, {link[kind]['latency_us']:.1f} us"
+                )
+                yield _ok(kind.replace("_", "-"), f"over {link['span']} ranks: {speed}")
     for name, lines in found["speeds"].items():
         yield _ok(f"speed of {name}", "; ".join(lines))
-    if found["all_reduce_bytes_per_s"]:
-        speed = f"{found['all_reduce_bytes_per_s'] / 1e9:.2f} GB/s on the slowest link"
-        yield _ok("all-reduce", f"over {args.gpus} ranks: {speed}")
     for line in found["memory"]:
         yield _ok("memory", line)
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from gpp_plugin.ir.cluster import Link, MeasuredCollective
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
@@ -27,7 +28,7 @@ from gpp_plugin.plan.cluster_files import describe_cluster
 from gpp_plugin.profile.device_links import PairSpeed, measure_pairs, rounds_of_pairs
 from gpp_plugin.profile.device_memory import (
     MeasuredDevice,
-    measure_all_reduce,
+    measure_collectives,
     measure_device,
     with_measured,
 )
@@ -40,6 +41,7 @@ from gpp_plugin.rehearse.rehearsal import (
 )
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.runtime.rank_programs import channels_of
+from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement, join_ranks
 
 ALL_PAIRS = 16
@@ -135,7 +137,8 @@ def run_rank(*, device: str, plan: str | None, timeout_s: float) -> dict[str, An
     )
     tried = preflight_plan(num_ranks) if plan is None else load(PipelinePlan, plan)
     steps_ms = _run_zeros(tried, placement, group, timeout_s)
-    speeds, all_reduce = _measure(placement, group, found, timeout_s)
+    speeds, links = _measure(placement, group, found, timeout_s)
+    found = dataclasses.replace(found, cluster=dataclasses.replace(found.cluster, links=links))
     measured = measure_models(placement, group, lambda: measure_device(placement.own_device))
     if placement.rank:
         return None
@@ -146,7 +149,7 @@ def run_rank(*, device: str, plan: str | None, timeout_s: float) -> dict[str, An
         "channels": len(_channels(tried)),
         "plan": tried.model,
         "stages": len(tried.stages),
-        "all_reduce_bytes_per_s": all_reduce,
+        "all_reduce_bytes_per_s": 0.0 if links[-1].all_reduce is None else links[-1].all_reduce.bytes_per_s,
         **_describe(placement, found, speeds, measured),
     }
 
@@ -175,14 +178,17 @@ def _run_zeros(
 
 def _measure(
     placement: JobPlacement, group: dist.ProcessGroup | None, found: JobCluster, timeout_s: float
-) -> tuple[Sequence[PairSpeed], float]:
-    """Return the speeds between pairs of ranks, all of them where they are few, and an all-reduce's; collective."""
+) -> tuple[Sequence[PairSpeed], tuple[Link, ...]]:
+    """Return the speeds between pairs of ranks, all of them where they are few, and links with what collectives over
+    each level take; collective.
+    """
     num_ranks = len(placement.places)
     if group is None:
-        return found.speeds, 0.0
-    messages = dist.new_group(backend=placement.backend, timeout=datetime.timedelta(seconds=timeout_s))
+        return found.speeds, found.cluster.links
+    limit = datetime.timedelta(seconds=timeout_s)
+    messages = dist.new_group(backend=placement.backend, timeout=limit)
     assert isinstance(messages, dist.ProcessGroup), "every rank is in it"
-    all_reduce = measure_all_reduce(messages, placement.own_device)
+    links = tuple(_measure_level(link, placement, group, limit) for link in found.cluster.links)
     speeds = [
         speed
         for pairs in (rounds_of_pairs(num_ranks) if num_ranks <= ALL_PAIRS else ())
@@ -191,7 +197,34 @@ def _measure(
         )
     ]
     dist.destroy_process_group(messages)
-    return sorted(speeds or found.speeds, key=lambda speed: (speed.first, speed.second)), all_reduce
+    return sorted(speeds or found.speeds, key=lambda speed: (speed.first, speed.second)), links
+
+
+def _measure_level(
+    link: Link, placement: JobPlacement, group: dist.ProcessGroup, limit: datetime.timedelta
+) -> Link:
+    """Return a level with what collectives over all ranks of it take, all its groups at a time; the slowest's."""
+    first, num_ranks = placement.rank // link.span * link.span, len(placement.places)
+    groups = {
+        start: dist.new_group(
+            list(range(start, min(start + link.span, num_ranks))), backend=placement.backend, timeout=limit
+        )
+        for start in range(0, num_ranks, link.span)
+    }
+    own = groups[first]
+    assert isinstance(own, dist.ProcessGroup), "the rank is in it"
+    found = exchange(
+        lambda: measure_collectives(own, placement.own_device), what="measuring collectives", group=group
+    )
+    dist.destroy_process_group(own)
+    slowest = [
+        MeasuredCollective(
+            bytes_per_s=min(each.bytes_per_s for each in kind),
+            latency_us=max(each.latency_us or 0.0 for each in kind),
+        )
+        for kind in zip(*found, strict=True)
+    ]
+    return dataclasses.replace(link, all_reduce=slowest[0], all_gather=slowest[1])
 
 
 def _channels(plan: PipelinePlan) -> set[Any]:

@@ -524,7 +524,7 @@ class PipelineSurface:
 
     def zero_optimization_stage(self) -> int:
         """Return the ZeRO stage within each stage's data-parallel group."""
-        return int((self._ds_config.get("zero_optimization") or {}).get("stage", 0))
+        return self.plan.zero_stage
 
     def zero_optimization(self) -> bool:
         """Return whether a ZeRO stage above 0 is on."""

@@ -20,6 +20,7 @@ No file here depends on a framework: the engine is given what makes optimizers a
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -176,6 +177,8 @@ class GraphPipelineEngine(PipelineSurface):
         user_batch, sample_batch = sample_batch, _sample_unit(sample_batch, source, config, setting)
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
+        check_sharding(plan.zero_stage, mode=config.mode, backends=config.backends)
+        self._setting = setting = dataclasses.replace(setting, zero_stage=plan.zero_stage)
         if source.is_plain:
             check_shared_out(plan)
         self._plan = plan = note_edge_transports(plan, config.p2p)

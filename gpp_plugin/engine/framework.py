@@ -29,6 +29,7 @@ class StageReplica:
         data_ranks: the global ranks of that group in order; ``rank`` is one of them.
         data_group, single_group: process groups of those ranks, and of this rank alone.
         mini_batch: samples of one optimizer step over the whole graph.
+        zero_stage: the plan's.
     """
 
     # Rank 3 of a stage on ranks 1 2 / 3 4 (a row a data position) is in column {1, 3}: data_ranks (1, 3).
@@ -38,6 +39,7 @@ class StageReplica:
     single_group: dist.ProcessGroup
     mini_batch: int
     device: torch.device
+    zero_stage: int
 
 
 WriteEvents = Callable[[list[tuple[str, float, int]]], None]

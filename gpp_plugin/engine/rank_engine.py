@@ -115,6 +115,7 @@ class StageEngine:
             single_group=groups.single,
             mini_batch=plan.mini_batch,
             device=device,
+            zero_stage=plan.zero_stage,
         )
         self.updater = make_optimizer(module, replica)
         self.trained: Mapping[str, nn.Parameter] = self.updater.trained

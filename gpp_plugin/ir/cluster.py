@@ -45,6 +45,19 @@ def distinct_devices(devices: Sequence[Device]) -> tuple[Device, ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollective:
+    """One kind of collective as measured over all ranks of a level (`plan.costs.collective_costs`).
+
+    Args:
+        bytes_per_s: bus bandwidth of a large one, as nccl-tests count it.
+        latency_us: what a very small one takes; None: as the link's ``latency_us`` implies.
+    """
+
+    bytes_per_s: float
+    latency_us: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """A level of the network: ranks in one group of ``span`` consecutive ranks are joined by it.
 
@@ -53,6 +66,7 @@ class Link:
         bytes_per_s: bandwidth of one rank's link in one direction, or of one adapter; ``latency_us`` per message.
         adapters: of a group of the level inside, a node; its ranks share them evenly, and what they send (or are
             sent) at this level takes turns on them. None: every rank has a link of its own.
+        all_reduce, all_gather: as measured, the second of reduce-scatters too; None: as the links imply.
     """
 
     name: str
@@ -60,6 +74,8 @@ class Link:
     bytes_per_s: float
     latency_us: float
     adapters: int | None = None
+    all_reduce: MeasuredCollective | None = None
+    all_gather: MeasuredCollective | None = None
 
     def occupied_us(self, num_bytes: Any) -> Any:
         """Return microseconds for which ``num_bytes`` (a number or an array) keep a rank's link busy, one way.

@@ -18,7 +18,7 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.serialize import DERIVED, fingerprint
 from gpp_plugin.ir.step_cost import RankBytes, StepCost
 from gpp_plugin.ir.tensors import SampleRange, TensorSpec
-from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros
+from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, MeanBytes, Micros, OneOf, SignedMicros, ZeroStage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -339,6 +339,21 @@ class StageEdge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alternative:
+    """Another plan that was found beside the one that is taken: longer, with less memory or fewer stages.
+
+    Args:
+        iteration_us: as its planner evaluates it, before schedules are tried.
+        peak_bytes: of the fullest rank.
+    """
+
+    num_stages: Count
+    iteration_us: Micros
+    peak_bytes: Bytes
+    zero_stage: ZeroStage = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
     """Stages in a topological order, all edges between them, and how a mini-batch is cut.
 
@@ -355,6 +370,8 @@ class PipelinePlan:
         losses: names of the stages that yield a loss; empty (plans of older releases, plans of delays alone): those
             that no other stage reads from.
         vertical_sync: in mode ``async``, a micro-batch uses weights of the same age on every stage.
+        zero_stage: of DeepSpeed's ZeRO, which times and memory are of.
+        alternatives: what one may choose instead, by increasing time.
         cost: what the step takes and the ranks hold; what every command prints. None where it was not predicted.
     """
 
@@ -372,6 +389,8 @@ class PipelinePlan:
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
+    zero_stage: ZeroStage = 0
+    alternatives: tuple[Alternative, ...] = ()
     cost: StepCost | None = field(default=None, metadata=DERIVED)
 
     def edge_name(self, edge: int) -> str:
@@ -602,10 +621,12 @@ def sends_gradients(plan: PipelinePlan, stage: int) -> bool:
 def forward_only_stages(plan: PipelinePlan) -> frozenset[int]:
     """Return the stages through which no gradient flows in training: frozen, or before every trained parameter.
 
-    Nobody sends them a gradient of their outputs. The stages that yield a loss have backwards.
+    They run no backwards, in plans, predictions and programs alike. Nobody sends them a gradient of their outputs, nor
+    waits for one of theirs; the stages that yield a loss have backwards. A stage behind one of them has a backward
+    without the gradients of what it receives from there.
     """
-    trained = {edge.src for edge in plan.edges if edge.gradient_tensors}
-    return frozenset(range(len(plan.stages))) - trained - set(plan.loss_stages())
+    ends = {end for edge in plan.edges if edge.gradient_tensors for end in (edge.src, edge.dst)}
+    return frozenset(range(len(plan.stages))) - ends - set(plan.loss_stages())
 
 
 def frozen_branch(plan: PipelinePlan) -> frozenset[int]:

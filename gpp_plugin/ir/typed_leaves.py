@@ -58,6 +58,7 @@ Index = Annotated[int, Range(low=0, high=MOST_COUNT)]
 IndexOrNone = Annotated[int, Range(low=-1, high=MOST_COUNT)]
 """The same, with -1 where it has no meaning."""
 Half = Annotated[int, Range(low=0, high=1)]
+ZeroStage = Annotated[int, Range(low=0, high=3)]
 Bytes = Annotated[int, Range(low=0, high=MOST_BYTES)]
 MeanBytes = Annotated[float, Range(low=0.0, high=float(MOST_BYTES))]
 """Of a sample, or over devices: no whole number."""

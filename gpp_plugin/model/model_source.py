@@ -205,6 +205,8 @@ class ModelSource:
         plan = collectives.call_on_rank_zero(
             make_plan, PipelinePlan, what="plan", group=setting.group, timeout_s=PREPARATION_TIMEOUT_S
         )
+        if plan.zero_stage != setting.zero_stage:  # it was the planner's to choose
+            self._setting = setting = dataclasses.replace(setting, zero_stage=plan.zero_stage)
         job.set_timeout(collectives.collective_timeout_s(plan, config.comm_timeout_s))
         for line in describe_whole(reference, plan) if setting.rank == 0 else ():
             logger.info("%s", line)

@@ -45,9 +45,9 @@ from gpp_plugin.plan.explicit_plan import (
     stage_sizes,
 )
 from gpp_plugin.plan.memory.fitting import recompute_fully
-from gpp_plugin.plan.registry import make_plan, request_for
+from gpp_plugin.plan.refine.share_ranks import share_ranks
+from gpp_plugin.plan.registry import make_plan, plan_open, request_for
 from gpp_plugin.plan.request import PlanRequest, blocks_under, coupled_blocks
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.tied_blocks import join_tied_blocks
 from gpp_plugin.plugins import KFKB, find_schedule, k_of, schedule_label
 from gpp_plugin.profile.analytic_costs import default_sample_counts
@@ -100,11 +100,17 @@ def plan_profiled(
 
     # explicit stages are no smaller with less memory
     is_free = spec is None and fixed is None
-    plan = plan_beside_messages(request, make) if is_free else make(request)
+    if spec is not None and _is_saved(spec) and request.is_zero_open:
+        request = dataclasses.replace(request, zero_stage=int(spec.get("zero_stage", 0)), is_zero_open=False)
+
+    def finish(wanted: PlanRequest) -> PipelinePlan:
+        return finished_plan(plan_beside_messages(wanted, make) if is_free else make(wanted), wanted)
+
+    plan = plan_open(config.planner if is_free else "", request, finish)
     for note in plan.notes:
         logger.info("plan: %s", note)
     _warn_of_copies(plan, graph, state)
-    return finished_plan(plan, request)
+    return plan
 
 
 def _planned(
@@ -417,7 +423,7 @@ def plan_request(
         mini_batch=setting.sizes.mini_batch,
         loss_unit=setting.sizes.loss_unit,
         micro_batch_sizes=micro_batch_sizes or ({"*": setting.sizes.loss_unit} if is_async else None),
-        zero_stage=setting.zero_stage,
+        zero_stage=config.zero or setting.zero_stage,
         smallest_local_batch=smallest_local_batch,
     )
 

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.plan.baselines.data_parallel import plain_candidates
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, search_stages
 from gpp_plugin.plan.make import StageDraft, build_plan, split_by_weight
@@ -23,7 +24,7 @@ from gpp_plugin.plan.refine.block_sets import Mask, bits
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner, is_better
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
-from gpp_plugin.plan.selection import best_evaluated, join_memory
+from gpp_plugin.plan.selection import best_evaluated, join_memory, with_alternatives
 from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import critical_path
 
@@ -191,9 +192,11 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
             fitter=fitter,
         )
 
-    candidates = search(request, None)
     refiner = Refiner(request, costs, rules, budget=BUDGET // 2, report=report)
-    for candidate in candidates[:NUM_CHAINED]:
+    plain = plain_candidates(refiner)
+    found = search(request, None)
+    candidates = [*plain, *found]
+    for candidate in found[:NUM_CHAINED]:
         if candidate.score[0] == 0:
             candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
@@ -205,18 +208,20 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
-    finalists = _best(candidates)
+    finalists = [*plain, *_best(candidates)]
     finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
     if fitter is not None:
         joint = Refiner(request, costs, rules, budget=BUDGET // 2, fitter=fitter, report=report)
         more = [drafts for _, drafts in _baseline_stages(unlimited(request), trees)]
+        finalists += plain_candidates(joint)
         finalists += join_memory(request, costs, finalists, search, joint, more=more)
     plan = best_evaluated(request, costs, finalists, fitter, planner="auto", notes=notes)
     if plan is None:
         explain_graph(request, sorted([*finalists, *candidates], key=lambda candidate: candidate.score))
     _note_rejected(baselines, plan, report)
+    plan = with_alternatives(plan, request, costs, candidates)
     return dataclasses.replace(plan, notes=(*plan.notes, *report.notes))
 
 

@@ -34,9 +34,8 @@ from gpp_plugin.plan.make import (
     with_pending,
 )
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.refine.plan_evaluator import BUDGET, PlanEvaluator, memory_excess, under
 from gpp_plugin.plan.request import PlanRequest, SearchReport, coupled_blocks
-from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared.shared_evaluator import BUDGET, SharedEvaluator, under
 from gpp_plugin.plugins import AUTO, KFKB, SCHEDULES, is_schedule_name, k_of, schedule_label, unknown_schedule
 from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_schedule, with_slices
 from gpp_plugin.schedule.event_loop import Durations
@@ -312,8 +311,13 @@ def schedule_shared(
         PlanInfeasible: nothing that the name stands for fits the ranks' memory and can run.
     """
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-    evaluator = SharedEvaluator(
-        request, costs, schedule=first_schedule(schedule), budget=budget, report=report
+    evaluator = PlanEvaluator(
+        request,
+        costs,
+        schedule=first_schedule(schedule),
+        budget=budget,
+        fitter=fitter_for(request, costs),
+        report=report,
     )
     is_fitted = any(stage.memory is not None for stage in plan.stages)
     # what swaps or recomputes does so for its order: that stays, or backwards are split and it is fitted anew

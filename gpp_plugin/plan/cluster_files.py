@@ -4,14 +4,16 @@
      "devices": [{"name": "V100-16GB", "count": 4, "memory_gb": 16, "tflops": {"fp32": 15.7, "fp16": 125},
                   "memory_gb_per_s": 900, "efficiency": 0.7, "launch_us": 8}],
      "links": [{"name": "NVLink", "span": 4, "gb_per_s": 50, "latency_us": 6},
-               {"name": "InfiniBand EDR", "gb_per_s": 12.5, "latency_us": 10, "adapters": 2}]}
+               {"name": "InfiniBand EDR", "gb_per_s": 12.5, "latency_us": 10, "adapters": 2,
+                "all_reduce": {"gb_per_s": 21, "latency_us": 60}, "all_gather": {"gb_per_s": 20}}]}
 
 ``devices`` are those of one node, in rank order; several entries make a mixed node; ``tflops`` are the dense peaks by
 type, the usual one first, or one number, of whatever type is trained in; ``host_gb_per_s`` is
 the link to host memory (25, PCIe 4.0 x16, the default). ``links`` run from the innermost level outwards;
 ``span`` is how many consecutive ranks a level joins, and the outermost, which joins all, needs none; ``gb_per_s`` is of
-each rank, or of each of the ``adapters`` of a group of the level inside, which its ranks share. GB are
-10^9 bytes.
+each rank, or of each of the ``adapters`` of a group of the level inside, which its ranks share. ``all_reduce`` and
+``all_gather`` (of reduce-scatters too) may say what nccl-tests measure over all ranks of a level: the bus bandwidth of
+a large one, and microseconds of a small one. GB are 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.errors import ConfigError, nearest
-from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.ir.cluster import Cluster, Device, Link, MeasuredCollective
 from gpp_plugin.ir.serialize import read_json
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.ir.typed_leaves import nearest_key, show
@@ -31,7 +33,7 @@ CLUSTER_DIR = Path(__file__).resolve().parents[1] / "clusters"
 
 _DEVICE_KEYS = {"name", "count", "memory_gb", "tflops", "memory_gb_per_s", "efficiency", "launch_us",
                 "host_gb_per_s"}  # fmt: skip
-_LINK_KEYS = {"name", "span", "gb_per_s", "latency_us", "adapters"}
+_LINK_KEYS = {"name", "span", "gb_per_s", "latency_us", "adapters", "all_reduce", "all_gather"}
 _LONGEST_NAME = 200
 MOST_DEVICES = 16_384
 """Planners work on each of them."""
@@ -101,10 +103,19 @@ def describe_cluster(cluster: Cluster) -> dict[str, Any]:
             "gb_per_s": link.bytes_per_s / 1e9,
             "latency_us": link.latency_us,
             **({} if link.adapters is None else {"adapters": link.adapters}),
+            **_describe_measured("all_reduce", link.all_reduce),
+            **_describe_measured("all_gather", link.all_gather),
         }
         for link in cluster.links
     ]
     return {"name": cluster.name, "devices": devices, "links": links}
+
+
+def _describe_measured(key: str, measured: MeasuredCollective | None) -> dict[str, Any]:
+    if measured is None:
+        return {}
+    latency = {} if measured.latency_us is None else {"latency_us": measured.latency_us}
+    return {key: {"gb_per_s": measured.bytes_per_s / 1e9, **latency}}
 
 
 def _cluster_of(plain: Any, where: str, num_devices: int | None, dtype: str | None) -> Cluster:
@@ -225,6 +236,8 @@ def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:
                 adapters=adapters,
                 bytes_per_s=_positive(entry, "gb_per_s", at) * 1e9,
                 latency_us=_positive(entry, "latency_us", at, default=5.0, may_be_zero=True),
+                all_reduce=_measured(entry, "all_reduce", at),
+                all_gather=_measured(entry, "all_gather", at),
             )
         )
     if links[-1].span < total:
@@ -233,6 +246,18 @@ def _links(plain: dict[str, Any], where: str, total: int) -> tuple[Link, ...]:
             f"{links[-1].span}); add a level without span"
         )
     return tuple(links)
+
+
+def _measured(entry: dict[str, Any], key: str, where: str) -> MeasuredCollective | None:
+    """Return what was measured of one kind of collective over all ranks of a level."""
+    if key not in entry:
+        return None
+    plain, at = entry[key], f"{where}.{key}"
+    _check_keys(plain, {"gb_per_s", "latency_us"}, {"gb_per_s"}, at)
+    return MeasuredCollective(
+        bytes_per_s=_positive(plain, "gb_per_s", at) * 1e9,
+        latency_us=_positive(plain, "latency_us", at) if "latency_us" in plain else None,
+    )
 
 
 def _items(plain: dict[str, Any], key: str, where: str) -> list[Any]:

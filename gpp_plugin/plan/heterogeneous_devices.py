@@ -38,10 +38,8 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     full_pipeline_us,
     interval_sums,
-    link_for_span,
     prefix_sums,
     remembered,
-    ring_us,
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, estimate_plan_us, evaluate_us, exposed_us
@@ -305,10 +303,7 @@ class _RankedChain:
 
     def _reduce_us(self, degree: int, size: int) -> Floats:
         """Return [start, stop] us of one sample's share of the gradients' reduction."""
-        link = link_for_span(self.request.cluster, degree)
-        latency, whole = ring_us(0.0, degree, link), ring_us(1e9, degree, link)
-        gradient = interval_sums(self._gradient)
-        once = np.where(gradient > 0, latency + gradient * (whole - latency) / 1e9, 0.0)
+        once = self.costs.reduction(degree, 1).us(interval_sums(self._gradient))
         count = self.costs.num_reductions(self.rules.mini_batch // size)
         shared: Floats = once * count / self.rules.mini_batch
         return shared

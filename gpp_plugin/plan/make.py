@@ -117,6 +117,7 @@ def build_plan(
         edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
         notes=tuple(notes),
         losses=yielding,
+        zero_stage=request.zero_stage,
     )
     plan = with_in_flight(plan, costs, extra=[draft.extra_in_flight for draft in ordered])
     # unequal devices, and no rank that the user gave: then which stage is where may be changed for memory's sake

@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 from gpp_plugin.config.key_names import name_of
-from gpp_plugin.errors import GppError, PlanError
-from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key
-from gpp_plugin.ir.schedule import TaskKind
-from gpp_plugin.ir.serialize import from_envelope, load
+from gpp_plugin.errors import GppError, PlanError, ScheduleError, first_line
+from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key, forward_only_stages
+from gpp_plugin.ir.serialize import check_leaves, from_envelope, load, save
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.plugins import SCHEDULES, k_of
+from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.event_loop import run_task_graph
+from gpp_plugin.schedule.orders.async_1f1b import windows_of
+from gpp_plugin.schedule.program_sets import joined_windows
 
 MOST_TASKS = 1_000_000
-"""Of all stages in a mini-batch: what a schedule of a thousand ranks has."""
+"""Of all ranks in a mini-batch: what a schedule of a thousand ranks has."""
 
 
 def read_plan(path: str | Path) -> PipelinePlan:
@@ -38,6 +41,17 @@ def read_plan(path: str | Path) -> PipelinePlan:
     except GppError as error:
         raise type(error)(f"{path}: {error}") from error
     return with_own_cost(plan)
+
+
+def write_plan(plan: PipelinePlan, path: str | Path) -> None:
+    """Write a plan that `read_plan` reads: one that it would refuse is not written.
+
+    Raises:
+        GppError: as `read_plan`.
+    """
+    check_leaves(plan)
+    check_form(plan)
+    save(plan, path)
 
 
 def plan_of_envelope(plain: Any) -> PipelinePlan:
@@ -70,8 +84,7 @@ def check_form(plan: PipelinePlan) -> None:
     _check_edges(plan)
     _check_tensors(plan)
     _check_names(plan)
-    _check_in_flight(plan)
-    _check_progress(plan)
+    _check_programs(plan)
 
 
 def check_events(timeline: Timeline, plan: PipelinePlan) -> None:
@@ -181,7 +194,7 @@ def _check_grids(rank: int, first: Stage, second: Stage) -> None:
 def _check_batches(plan: PipelinePlan) -> None:
     if plan.mini_batch % plan.loss_unit:
         raise PlanError(f"loss unit {plan.loss_unit} does not divide the mini-batch of {plan.mini_batch}")
-    for index, stage in enumerate(plan.stages):
+    for stage in plan.stages:
         size, degree = stage.micro_batch_size, stage.degree
         if size < 1 or plan.mini_batch % size:
             raise PlanError(
@@ -193,18 +206,6 @@ def _check_batches(plan: PipelinePlan) -> None:
                 f"stage {stage.name!r}: {degree} ranks do not divide a micro-batch of {size} samples; "
                 f"change {name_of('micro_batch_sizes')} or the number of ranks"
             )
-        count = plan.num_micro_batches(index)
-        if stage.num_sliced > count or stage.k > count:
-            raise PlanError(
-                f"stage {stage.name!r}: k is {stage.k} and num_sliced {stage.num_sliced}, of {count} micro-batches; "
-                "each is at most all of them"
-            )
-    num_tasks = 2 * sum(plan.num_micro_batches(index) for index in range(len(plan.stages)))
-    if num_tasks > MOST_TASKS:
-        raise PlanError(
-            f"the stages run {num_tasks} tasks in a mini-batch of {plan.mini_batch}, more than the {MOST_TASKS} that "
-            "are simulated or run; take larger micro-batches"
-        )
 
 
 def _check_edges(plan: PipelinePlan) -> None:
@@ -287,87 +288,23 @@ def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[Te
             )
 
 
-def _check_in_flight(plan: PipelinePlan) -> None:
-    """A stage must hold what its successors hold or are about to take, or the pipeline stops."""
-    for i, stage in enumerate(plan.stages):
-        micro_batches = plan.num_micro_batches(i)
-        most = len(plan.stages) if plan.mode == "async" else micro_batches  # async mini-batches overlap
-        if not 1 <= stage.in_flight <= most:
-            raise PlanError(
-                f"stage {stage.name!r}: {stage.in_flight} micro-batches in flight of {most}; "
-                "at least one, at most all"
-            )
-    for edge in plan.edges:
-        src, dst = plan.stages[edge.src], plan.stages[edge.dst]
-        held, needed = src.in_flight * src.micro_batch_size, dst.micro_batch_size
-        if held < needed:
-            raise PlanError(
-                f"stage {src.name!r} holds at most {held} samples in flight and {dst.name!r} takes {needed} "
-                "at a time; the pipeline would stop"
-            )
+def _check_programs(plan: PipelinePlan) -> None:
+    """Refuse a plan whose tasks do not all get their turn: its task graph is made and played as lowering does.
 
-
-def _check_progress(plan: PipelinePlan) -> None:
-    """Play every stage's order without times: with these in-flight counts all tasks must get their turn.
-
-    A forward needs its samples from every producer, a backward its samples' gradients from every consumer that returns
-    some.
+    So what is accepted here is what lowering makes programs of, whatever the schedules, frozen stages and shared ranks.
     """
-    totals = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
-    done = [[0, 0] for _ in plan.stages]  # forwards and backwards each stage has run
-    orders = _forwards_and_backwards(plan)
-
-    def has_samples(way: int, stage: int, other: int) -> bool:
-        end = (done[stage][way] + 1) * plan.stages[stage].micro_batch_size
-        return done[other][way] * plan.stages[other].micro_batch_size >= end
-
-    feeders: list[tuple[list[int], list[int]]] = [([], []) for _ in plan.stages]
-    for edge in plan.edges:
-        feeders[edge.dst][0].append(edge.src)
-        if edge.gradient_tensors:
-            feeders[edge.src][1].append(edge.dst)
-    moved = True
-    while moved:
-        moved = False
-        for stage in range(len(plan.stages)):
-            while sum(done[stage]) < len(orders[stage]):
-                way = orders[stage][sum(done[stage])]
-                if not all(has_samples(way, stage, other) for other in feeders[stage][way]):
-                    break
-                done[stage][way] += 1
-                moved = True
-    stuck = [stage.name for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
-    if stuck:
-        held = [stage.in_flight for i, stage in enumerate(plan.stages) if done[i][1] < totals[i]]
-        raise PlanError(
-            f"stages {stuck} would wait for each other with {held} micro-batches in flight; allow the first of "
-            f"them more, or give them the same {name_of('micro_batch_sizes')}"
-        )
-
-
-def _forwards_and_backwards(plan: PipelinePlan) -> list[list[int]]:
-    """Return each stage's order as 0 for a forward and 1 for a backward.
-
-    Under 1F1B a stage runs ``in_flight`` forwards, then k backwards and k forwards in turn. Every other schedule
-    (zero bubble, greedy) has an order of its own for the same counts: a sink of 4 micro-batches of 4 samples in flight
-    behind a stage of 2 of 8 runs 0F0 0F1 0F2 0F3 0B0 0B1 under zero bubble. Under 1F1B its fifth forward came between
-    the two backwards, and waited for the stage that waits for the second.
-    """
-    if any(k_of(stage.schedule) is None for stage in plan.stages):
-        return [
-            [
-                int(task.kind is not TaskKind.FORWARD)
-                for task in schedule.tasks
-                if task.kind is not TaskKind.WEIGHT_GRADIENT and task.half != 0
-            ]
-            for schedule in build_schedules(plan)
-        ]
-    orders = []
-    for index, stage in enumerate(plan.stages):
-        total = plan.num_micro_batches(index)
-        order = [0] * min(stage.in_flight, total)
-        while len(order) < 2 * total:
-            # Before its backward of group g a stage has run in_flight + g k forwards, or all there are.
-            order += [1] * min(stage.k, total - order.count(1)) + [0] * min(stage.k, total - order.count(0))
-        orders.append(order)
-    return orders
+    try:
+        windows = windows_of(plan).first_steady if plan.mode == "async" else 1
+        num_tasks = plan.num_rank_tasks * windows
+        if num_tasks > MOST_TASKS:
+            raise PlanError(
+                f"the ranks run {num_tasks} tasks in a mini-batch of {plan.mini_batch}, more than the {MOST_TASKS} "
+                "that are simulated or run; take larger micro-batches"
+            )
+        if plan.mode == "async":
+            graph = joined_windows(plan, windows, forward_only_stages=forward_only_stages(plan))
+        else:
+            graph = build_task_graph(plan, build_schedules(plan))
+        run_task_graph(graph, [0.0] * len(graph.stage))
+    except ScheduleError as error:
+        raise PlanError(first_line(error)) from error

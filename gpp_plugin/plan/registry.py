@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.key_names import name_of
-from gpp_plugin.errors import PlanError
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
+from gpp_plugin.plan.baselines.data_parallel import plain_plans, settled, zero_stages
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
@@ -38,14 +41,17 @@ def request_for(
     mini_batch: int,
     loss_unit: int,
     micro_batch_sizes: dict[str, int] | None,
-    zero_stage: int,
+    zero_stage: int | str,
     smallest_local_batch: int = 1,
+    is_unit_open: bool = False,
 ) -> PlanRequest:
     """Return what the options ask of a planner.
 
     Args:
         config: its keys; sizes of batches are those beside it.
         micro_batch_sizes: as of `PlanRequest`, without sizes that stages have by their names.
+        zero_stage: ``auto`` leaves it open.
+        is_unit_open: as of `PlanRequest`, where the mode has one loss for several units.
     """
     # "auto" leaves a key to the planner, which sees None
     virtual, tensor, limit = config.virtual_stages, config.tensor_parallel, config.memory.limit_gb
@@ -62,7 +68,9 @@ def request_for(
         schedule=planning_schedule(config.schedule),
         memory_limit_bytes=None if limit == "auto" else int(limit * 1e9),
         data_parallel=None if config.data_parallel == "auto" else config.data_parallel,
-        zero_stage=zero_stage,
+        zero_stage=zero_stage if isinstance(zero_stage, int) else 0,
+        is_zero_open=zero_stage == "auto",
+        is_unit_open=is_unit_open and config.mode == "sync",
         # with one loss a mini-batch there is nothing to pipeline unless the other stages take less
         keep_units=config.mode == "sync"
         and config.micro_batch_sizes != "search"
@@ -77,11 +85,62 @@ def request_for(
     )
 
 
+def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
+    """Return the finished plan with the shortest step of a request, which may leave its ZeRO stage or loss unit open.
+
+    None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes as long as 0 and holds
+    less, and under that of the best plain plan where it is another; under further ones where nothing fits. Loss units
+    are searched for plain plans alone.
+
+    Args:
+        make: makes the finished plan, by planner ``name``, of a request that leaves neither open.
+
+    Raises:
+        PlanInfeasible: there is no plan; the message is of the first ZeRO stage.
+    """
+    # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
+    plans: list[PipelinePlan] = []
+    problem: PlanInfeasible | None = None
+
+    def search(stage: int) -> None:
+        nonlocal problem
+        try:
+            closed = dataclasses.replace(request, zero_stage=stage, is_zero_open=False, is_unit_open=False)
+            plans.append(make(closed))
+        except PlanInfeasible as error:
+            problem = problem or error
+
+    first, *others = zero_stages(request)
+    search(first)
+    plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
+    for stage in [plan.zero_stage for plan in plain if plan.zero_stage != first]:
+        search(stage)
+    for stage in others if not plain else ():
+        if not plans:
+            search(stage)
+    for each in plain:
+        own, (stage_of_all,) = settled(request, each), each.stages
+        if any(plan.iteration_us <= each.iteration_us * (1 + 1e-9) for plan in plans):
+            continue
+        own = dataclasses.replace(
+            own,
+            num_stages=1,
+            micro_batch_sizes={"*": stage_of_all.micro_batch_size},
+            tensor_parallel=own.tensor_parallel if stage_of_all.tensor == 1 else stage_of_all.tensor,
+        )
+        with contextlib.suppress(PlanInfeasible):  # of what else a job says of stages
+            plans.append(make(own))
+    if not plans:
+        assert problem is not None
+        raise problem
+    return min(plans, key=lambda plan: plan.iteration_us)
+
+
 @paused_collector()  # it would walk the model's graphs and every stage tried again and again: they hold no circles
 def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     """Run the planner called ``name`` and check what it returns: a plan whose ranks hold one stage each.
 
-    Where the request is for ranks of several stages it is what these are found from (`shared.share_ranks`).
+    Where the request is for ranks of several stages it is what these are found from (`share_ranks`).
 
     Raises:
         PlanError: there is no such planner, or the request contradicts itself.

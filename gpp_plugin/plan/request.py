@@ -46,6 +46,8 @@ class PlanRequest:
         memory_limit_bytes: what one rank may use, where less than its device has.
         data_parallel: degree of every stage, or None: the planner chooses.
         zero_stage: 0 to 3; what the ranks of a stage share out among themselves.
+        is_zero_open: the planner chooses the stage (`registry.plan_open`), ``zero_stage`` is what it begins with.
+        is_unit_open: so it is with the loss unit: nobody said one, and the model's loss is as good of any.
         keep_units: every stage the user has not fixed computes one loss unit a rank at a time, as those
             that mix samples must; otherwise the planner chooses any size that divides the mini-batch.
         smallest_local_batch: fewest samples one rank may compute at a time (some models cannot be captured,
@@ -76,6 +78,8 @@ class PlanRequest:
     memory_limit_bytes: int | None = None
     data_parallel: int | None = None
     zero_stage: int = 0
+    is_zero_open: bool = False
+    is_unit_open: bool = False
     keep_units: bool = False
     smallest_local_batch: int = 1
     max_k: int = 1
@@ -167,7 +171,7 @@ def check_request(request: PlanRequest) -> None:
     most = 2 if r.mode == "async" else 3
     if not 0 <= r.zero_stage <= most:
         why = " in mode async, which needs several versions of the weights at a time" if most == 2 else ""
-        raise PlanError(f"{place_of('zero_stage')}: {r.zero_stage} is not valid{why}; give 0 to {most}")
+        raise PlanError(f"{place_of('zero')}: {r.zero_stage} is not valid{why}; give 0 to {most}")
     if r.vertical_sync and r.mode == "sync":
         raise PlanError(
             f"{place_of('vertical_sync')}: has no meaning in mode sync, where all stages step at once; write "
@@ -497,7 +501,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
         data_parallel=request.data_parallel,
         coupled=coupled,
         fixed=fixed,
-        sizes_to_try=_sizes_to_try(request) if universal is None else [universal],
+        sizes_to_try=usual_sizes(request) if universal is None else [universal],
         degrees=degrees,
         grids=sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])),
         smallest_local=request.smallest_local_batch,
@@ -505,7 +509,7 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     )
 
 
-def _sizes_to_try(request: PlanRequest) -> list[int]:
+def usual_sizes(request: PlanRequest) -> list[int]:
     """Return the micro-batch sizes worth trying where the user wants none, increasing.
 
     All divisors of the mini-batch where they are few; otherwise the powers of two among them, the

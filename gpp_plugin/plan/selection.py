@@ -14,12 +14,13 @@ from typing import NoReturn
 
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan, Stage, rank_bytes, sinks_first
+from gpp_plugin.ir.plan import Alternative, PipelinePlan, Stage, sinks_first
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import estimate_plan_us, evaluate_us
 from gpp_plugin.plan.make import StageDraft, build_plan, with_in_flight
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.degrees import DegreeChooser, choose_degrees
+from gpp_plugin.plan.refine.plan_evaluator import memory_excess
 from gpp_plugin.plan.refine.refine import SLACKS, Candidate, Refiner
 from gpp_plugin.plan.request import (
     UNLIMITED,
@@ -32,22 +33,6 @@ from gpp_plugin.plan.request import (
 
 MOST_TRIED = 4
 """Numbers of ranks that are planned, where none can be shared out, before nothing is suggested."""
-
-
-def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
-    """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
-    needs: dict[int, list[tuple[int, int]]] = {}
-    largest: dict[int, Stage] = {}
-    for stage in plan.stages:
-        for rank in stage.ranks:
-            needs.setdefault(rank, []).append((stage.memory_bytes, stage.gathered_bytes))
-            if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
-                largest[rank] = stage
-    over = [
-        (int(rank_bytes(peaks)) - request.rank_limits[rank], largest[rank], rank)
-        for rank, peaks in needs.items()
-    ]
-    return max(over, key=lambda item: item[0])
 
 
 def best_plan(
@@ -221,7 +206,7 @@ def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: in
     if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
         return f"lower {name_of('micro_batch_sizes')}"
     if request.zero_stage < 1 and stage.degree > 1:
-        return f"write {setting_of('zero_stage', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
+        return f"write {setting_of('zero', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
     return f"add ranks (now {request.num_ranks}) or stages, or raise {name_of('memory.limit_gb')}"
 
 
@@ -370,6 +355,54 @@ def best_evaluated(
     return best
 
 
+NUM_WEIGHED = 48
+"""Candidates whose memory is worked out for `with_alternatives`; the best ones of each number of stages."""
+MOST_ALTERNATIVES = 3
+LESS_MEMORY = 0.9
+FEWER_STAGES = 0.5
+MOST_LONGER = 1.5
+"""A longer plan is an alternative where it needs at most this part of each shorter one's memory, or of its stages, and
+is not that many times longer."""
+
+
+def with_alternatives(
+    plan: PipelinePlan, request: PlanRequest, costs: CostModel, candidates: Sequence[Candidate]
+) -> PipelinePlan:
+    """Return the plan that says which candidates need much less memory, or stages, for how much more time."""
+    # Stages, ms, GiB of candidates          kept beside the plan (3, 143, 41)
+    #     8, 156, 18     4, 173, 11          8: 156, 18 and 4: 173, 11
+    #     8, 160, 17     1, 150, 50          not 8: 160, 17, hardly less; 1: 150, 50, as it has far fewer stages
+    by_count: dict[int, list[Candidate]] = {}
+    for candidate in sorted(candidates, key=lambda each: each.score):
+        if candidate.score[0] == 0:
+            by_count.setdefault(len(candidate.drafts), []).append(candidate)
+    found = []
+    for own in by_count.values():
+        for candidate in own[: max(1, NUM_WEIGHED // len(by_count))]:
+            other = build_plan(request, candidate.drafts, planner="", costs=costs, is_named=False)
+            if memory_excess(request, other)[0] <= 0:
+                found.append((candidate.score[1], len(other.stages), _peak_bytes(other), other))
+    kept = [(len(plan.stages), _peak_bytes(plan))]
+    alternatives = []
+    for _, count, peak, other in sorted(found, key=lambda each: each[:3]):
+        if any(count > FEWER_STAGES * stages and peak > LESS_MEMORY * most for stages, most in kept):
+            continue
+        us = evaluate_us(other, costs)
+        if us > MOST_LONGER * plan.iteration_us:
+            continue
+        kept.append((count, peak))
+        alternatives.append(
+            Alternative(num_stages=count, iteration_us=us, peak_bytes=peak, zero_stage=request.zero_stage)
+        )
+        if len(alternatives) == MOST_ALTERNATIVES:
+            break
+    return dataclasses.replace(plan, alternatives=tuple(sorted(alternatives, key=lambda a: a.iteration_us)))
+
+
+def _peak_bytes(plan: PipelinePlan) -> int:
+    return max(stage.memory_bytes for stage in plan.stages)
+
+
 # The configuration nearest to a request that no plan fits: found by planning, not by rule of thumb.
 #
 # One thing is changed at a time, in the order in which it costs the user least: ways to save memory, the samples
@@ -428,7 +461,7 @@ def _changes(request: PlanRequest, has_plan: HasPlan) -> Iterator[str]:
     most = 0 if request.num_ranks == 1 else 2 if request.mode == "async" else 3
     for stage in range(request.zero_stage + 1, most + 1):
         if has_plan(dataclasses.replace(request, zero_stage=stage)):
-            yield setting_of("zero_stage", stage)
+            yield setting_of("zero", stage)
             break
     if request.num_stages is not None and has_plan(dataclasses.replace(request, num_stages=None)):
         yield "stages left to the planner"

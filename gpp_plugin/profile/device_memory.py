@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -30,12 +30,12 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from gpp_plugin.ir.cluster import Cluster
+from gpp_plugin.ir.cluster import Cluster, MeasuredCollective
 from gpp_plugin.ir.tensors import TRAINING_DTYPES
 from gpp_plugin.profile.device_links import MESSAGE_BYTES
 from gpp_plugin.profile.machine import COPY_BYTES, reached_speeds, seconds_of
 from gpp_plugin.report.units import format_bytes
-from gpp_plugin.runtime.ranks.collectives import exchange
+from gpp_plugin.runtime.ranks.collectives import all_reduce, begin_all_gather, exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 
 # What one device of a machine reaches, type by type, and what its ranks reach together: the entries of a cluster file.
@@ -43,7 +43,7 @@ from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 #     products      of large square matrices, by type                    tflops
 #     copies        on the device, and to and from pinned host memory    memory_gb_per_s, host_gb_per_s
 #     launches      of one small operator after another                  launch_us
-#     all-reduce    over all ranks: bytes over the slowest link          printed, not written: the links imply it
+#     collectives   over all ranks of each level of links                all_reduce, all_gather of the link
 #
 # Speeds are reached ones, so that descriptions made of them have efficiency 1.
 
@@ -99,26 +99,36 @@ def measure_device(device: torch.device) -> MeasuredDevice:
     )
 
 
-def measure_all_reduce(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the bytes a second that a ring all-reduce over all ranks moves on its slowest link; collective.
+def measure_collectives(
+    group: dist.ProcessGroup, device: torch.device
+) -> tuple[MeasuredCollective, MeasuredCollective]:
+    """Return what an all-reduce and an all-gather over a group take: bus bandwidth and latency; collective.
 
     Args:
-        group: of all ranks: NCCL's, with tensors on ``device``, or gloo's.
+        group: NCCL's, with tensors on ``device``, or gloo's.
     """
     backend = "nccl" if "nccl" in dist.get_backend_config(group) else "gloo"
-    size = dist.get_world_size(group)
-    where = device if backend == "nccl" else torch.device("cpu")
-    block = torch.zeros(MESSAGE_BYTES[backend], dtype=torch.uint8, device=where)
-    best = float("inf")
-    for i in range(REPEATS + 1):  # the first one connects
-        start = time.perf_counter()
-        dist.all_reduce(block, group=group)
-        if where.type == "cuda":
-            torch.cuda.synchronize(where)
-        if i:
-            best = min(best, time.perf_counter() - start)
-    # each of 2 (n - 1) steps of a ring moves an n-th of the bytes over every link
-    return 2 * (size - 1) / size * block.numel() / best
+    size, is_cuda = dist.get_world_size(group), backend == "nccl"
+    where = device if is_cuda else torch.device("cpu")
+    whole = torch.zeros(MESSAGE_BYTES[backend] // size * size, dtype=torch.uint8, device=where)
+    part, share = torch.zeros_like(whole[: whole.numel() // size]), (size - 1) / size
+    what = "measuring collectives"
+
+    def gather(count: int) -> None:
+        begin_all_gather(whole[:count], part[: count // size], group=group, what=what)()
+
+    def reduce(count: int) -> None:
+        all_reduce(whole[:count], group=group, what=what)
+
+    # a ring's all-reduce moves each byte over every link twice, an all-gather once, but for the rank's own part
+    found = []
+    for sent, call in ((2 * share, reduce), (share, gather)):
+        small, large = (
+            seconds_of(functools.partial(call, count), is_cuda=is_cuda) for count in (size, whole.numel())
+        )
+        busy = max(large - small, large / 2)
+        found.append(MeasuredCollective(bytes_per_s=sent * whole.numel() / busy, latency_us=small * 1e6))
+    return found[0], found[1]
 
 
 def with_measured(

@@ -13,6 +13,7 @@ from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.ir.step_cost import StepCost
 from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
 from gpp_plugin.plan.edge_transports import choose_edge_transports
+from gpp_plugin.plan.request import REJECTED
 from gpp_plugin.report.picture import draw_graph
 from gpp_plugin.report.units import (
     fill_text,
@@ -76,27 +77,31 @@ def _pair(predicted: int | None, measured: int | None) -> str:
 NO_COST = "what its step takes is not in this plan, or the plan was changed since: gpp plan --out writes it"
 SHOWN_US = 0.5
 """What takes less is not named."""
+HOW_IT_WAS_FOUND = (REJECTED, "stages of planner ", "schedule ", "warm-up, ")
+"""What notes begin with that are of use only to who asks for it."""
 MOST_NAMED = 6
 """Stages named in one line; of the others only the number is printed."""
 
 
-def format_plan(plan: PipelinePlan, *, width: int = 120) -> str:
+def format_plan(plan: PipelinePlan, *, width: int = 120, is_explained: bool = True) -> str:
     """Return the plan as text for a terminal: headline, stage graph, table of stages, notes.
 
     Args:
         width: columns the picture may take; a wider graph is listed edge by edge instead.
+        is_explained: False leaves out how it was found, and why stages hold as many micro-batches as they do.
     """
     plan = with_printable(plan)
     # a picture broken by a terminal's edge says nothing: past the width each stage's sources are listed instead
     picture = draw_stages(plan)
     if max(map(len, picture.splitlines()), default=0) > width:
         picture = list_edges(plan)
-    notes = "\n".join(fill_text(f"- {note}", indent="  ") for note in plan.notes)
+    shown = [note for note in plan.notes if is_explained or not note.startswith(HOW_IT_WAS_FOUND)]
+    notes = "\n".join(fill_text(f"- {note}", indent="  ") for note in shown)
     extra = (
         format_cost(plan),
         format_memory(plan),
         format_shared_ranks(plan),
-        format_saved_in_flight(plan),
+        format_saved_in_flight(plan) if is_explained else "",
         notes,
     )
     parts = (headline(plan), picture, format_table(*stage_table(plan)), *filter(None, extra))

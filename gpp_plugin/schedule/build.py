@@ -26,6 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, check_divisibility, sinks_first
+from gpp_plugin.ir.plan import forward_only_stages as stages_without_backwards
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.plugins import SCHEDULES, find_schedule
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
@@ -200,12 +201,13 @@ def least_samples(*, k_x: int, b_x: int, k_y: int, b_y: int, i_y: int) -> int:
 
 
 def build_schedules(
-    plan: PipelinePlan, *, forward_only_stages: frozenset[int] = frozenset()
+    plan: PipelinePlan, *, forward_only_stages: frozenset[int] | None = None
 ) -> tuple[StageSchedule, ...]:
     """Return the task order of every stage, from its ``schedule``, ``k`` and ``in_flight``.
 
     Args:
-        forward_only_stages: indices of stages through which no gradient flows; they run no backwards.
+        forward_only_stages: indices of stages that run no backwards; None: those of the plan through which no gradient
+            flows (`ir.plan.forward_only_stages`), as in training.
 
     Raises:
         ScheduleError: a schedule is unknown, or does not fit the stage's ``in_flight``.
@@ -216,6 +218,8 @@ def build_schedules(
     # stages together, so they have 1F1B until all others are known; stages that share ranks take turns; halves are
     # laid over whatever order came out.
     built: dict[int, StageSchedule] = {}
+    if forward_only_stages is None:
+        forward_only_stages = stages_without_backwards(plan)
     for index in sinks_first(plan):
         if index in forward_only_stages:
             held = _checked_stage(plan, index).in_flight

@@ -33,6 +33,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import forward_only_stages as stages_without_backwards
 from gpp_plugin.ir.program import Instruction, InstructionKind, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task
 from gpp_plugin.schedule.build_graph import Presence, build_task_graph
@@ -124,7 +125,7 @@ def lower_schedules(
     schedules: Sequence[StageSchedule],
     *,
     tied_stages: Collection[int] = (),
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     reduce_each_backward: bool = False,
     costs: Durations | None = None,
     cluster: Cluster | None = None,
@@ -135,7 +136,7 @@ def lower_schedules(
 
     Args:
         tied_stages: stages that share a parameter with another one; they reduce its gradient at the end.
-        forward_only_stages: stages whose schedules must have no backwards.
+        forward_only_stages: stages whose schedules must have no backwards; None: as of `build_schedules`.
         reduce_each_backward: reduce gradients after each micro-batch's backward, not only at the end (ZeRO 2).
         costs: task durations to order by; the plan's by default. They affect speed, never correctness.
         cluster: links to order by; without one messages take no time.
@@ -151,6 +152,8 @@ def lower_schedules(
     # 4. instructions; 5. the tail that every rank runs once: reductions, and the step that all ranks agree on.
     graph = build_task_graph(plan, schedules, presence=presence)
     trained = graph.trained
+    if forward_only_stages is None:
+        forward_only_stages = stages_without_backwards(plan)
     if not training and trained:
         raise ScheduleError(f"stages {sorted(trained)} run backwards in evaluation; use forward_schedules")
     if training and trained != set(range(len(plan.stages))) - forward_only_stages:

@@ -66,7 +66,7 @@ def simulate_plan(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
@@ -77,6 +77,7 @@ def simulate_plan(
         cluster: links; without one messages take no time.
         durations: microseconds of each task; the plan's `Stage.forward_us` and `backward_us` by default.
         schedules: task orders; those the plan names by default.
+        forward_only_stages: as of `build_schedules`.
         share_links: messages of one rank take turns on its link; else each has the full bandwidth.
         reduce_us: what stages reduce, and when (`reductions`); a number of a stage is a sum behind its ranks' tasks,
             which starts on all of them together.
@@ -106,7 +107,7 @@ def predict_iteration_us(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
+    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
@@ -125,7 +126,7 @@ def _run(
     cluster: Cluster | None,
     durations: Durations | None,
     schedules: Sequence[StageSchedule] | None,
-    forward_only_stages: frozenset[int],
+    forward_only_stages: frozenset[int] | None,
     share_links: bool,
     reduce_us: Mapping[int, float] | Reductions | None,
     step_us: Mapping[int, float] | None,

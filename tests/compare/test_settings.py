@@ -38,7 +38,7 @@ def test_settings_survive_the_way_to_another_process():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"modes": ("stock", "x")}, "modes: stock, x; give some of single, stock, chain, graph"),
+        ({"modes": ("stock", "x")}, "modes: stock, x; give some of plain, single, stock, chain, graph"),
         ({"modes": ()}, "modes: none"),
         ({"steps": 0}, "steps: 0 is not valid"),
         ({"sizes": {"branches": "x"}}, "--size: branches=x is not valid; give a number"),

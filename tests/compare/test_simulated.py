@@ -22,7 +22,7 @@ def test_every_mode_is_a_row_and_the_graph_is_never_behind_the_chain():
     rows = {mode: simulate_mode(mode, request, make_graph) for mode in MODES}
     assert [row["mode"] for row in rows.values()] == list(MODES)
     assert all(row["how"] == "simulated" for row in rows.values())
-    assert [rows[mode]["ranks"] for mode in MODES] == [1, 4, 4, 4]
+    assert [rows[mode]["ranks"] for mode in MODES] == [4, 1, 4, 4, 4]
     assert rows["single"]["stages"] == 1
     # seven blocks of 100 + 200 us a sample, of all 16 samples, on one device
     assert rows["single"]["iteration_ms"] == pytest.approx(7 * 0.3 * 16)
@@ -57,13 +57,29 @@ def test_a_mode_without_a_plan_says_why():
 
 def test_compare_on_a_cluster_needs_no_ranks(capsys):
     arguments = ["--devices", "4", "--cluster", "summit", "--size", "branches=2"]
-    assert main(["compare", "mmt", *arguments, "--modes", "single,stock,graph"]) == 0
+    assert main(["compare", "mmt", *arguments, "--modes", "plain,single,stock,graph"]) == 0
     printed = capsys.readouterr().out
     assert "simulated on 4 devices of" in printed
     lines = [line.split() for line in printed.splitlines()]
     shown = {line[0]: line[1] for line in lines if line and line[0] in MODES}
-    assert shown == {"single": "simulated", "stock": "simulated", "graph": "simulated"}
-    assert "x as fast as stock" in printed and "next: gpp" in printed
+    assert shown == dict.fromkeys(("plain", "single", "stock", "graph"), "simulated")
+    assert printed.startswith("plain data parallel, ZeRO ")
+    assert "x as fast as stock" in printed and "next: " in printed
+
+
+def test_compare_takes_the_options_of_plans(capsys):
+    """One schema: what plans depend on, compare has under the same names."""
+    options = ["--zero", "auto", "--memory", "recompute", "--tensor-parallel", "auto"]
+    arguments = ["mmt", "--devices", "4", "--cluster", "summit", "--size", "branches=2", *options]
+    assert main(["compare", *arguments, "--modes", "plain,graph"]) == 0
+    (first, *_) = compared = capsys.readouterr().out.splitlines()
+    assert first.startswith("plain data parallel, ZeRO ")
+    assert (
+        "--zero auto --memory recompute --tensor-parallel auto" in compared[-1]
+        or "gains little" in compared[-1]
+    )
+    assert main(["plan", *arguments, "--against", "plain"]) == 0
+    assert capsys.readouterr().out.splitlines()[0] == first
 
 
 def arguments(model="llava-7b", *, emulate=False, **keys):

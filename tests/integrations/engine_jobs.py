@@ -121,16 +121,16 @@ def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
     return [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
 
 
-def train_with_everything(zero: int) -> dict[str, Any]:
-    """Clipping, parameter groups and a schedule."""
+def train_with_everything(zero: int | str) -> dict[str, Any]:
+    """Clipping, parameter groups and a schedule; a ZeRO stage that is the planner's to choose is one of one stage."""
     model, make_batch = build("t5")
     batches = [make_batch(B, seed) for seed in range(4)]
     config = config_of(
-        zero_optimization={"stage": zero},
+        zero_optimization={} if zero == "auto" else {"stage": zero},
         gradient_clipping=0.5,
         scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3,
                                                   "warmup_type": "linear"}},
-        block={"stages": 2},
+        block={"stages": 1, "zero": "auto"} if zero == "auto" else {"stages": 2},
     )  # fmt: skip
     engine = make_engine(model, batches[0], config, model_parameters=decay_groups(model.parameters()))
     losses, norms, rates = [], [], []
@@ -139,7 +139,8 @@ def train_with_everything(zero: int) -> dict[str, Any]:
         losses += steps(engine, [batch])
         norms.append(engine.get_global_grad_norm())
         rates.append(engine.get_lr())
-    return {"losses": losses, "norms": norms, "rates": rates, "first_rate": first_rate}
+    stage = engine.zero_optimization_stage()
+    return {"losses": losses, "norms": norms, "rates": rates, "first_rate": first_rate, "zero": stage}
 
 
 def different_data() -> dict[str, str]:

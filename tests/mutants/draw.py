@@ -27,7 +27,7 @@ from tests.mutants.faults import LIST, ROOT, DoesNotApply, Fault, changed, funct
 LAYERS: dict[str, tuple[str, ...]] = {
     "costs": ("plan/costs/*",),
     "search": (
-        "plan/graphpipe/*", "plan/refine/*", "plan/shared/*", "plan/memory/*", "plan/auto.py",
+        "plan/graphpipe/*", "plan/refine/*", "plan/memory/*", "plan/auto.py",
         "plan/choose_schedule.py",
     ),
     "lowering": (

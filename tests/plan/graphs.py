@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+from collections import Counter
 from collections.abc import Sequence
 
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
@@ -181,6 +183,58 @@ def encoder_decoder(layers: int = 3) -> BlockGraph:
     edges = [*zip(enc, enc[1:], strict=False), *zip(dec, dec[1:], strict=False)]
     edges += [(enc[-1], d) for d in dec[1:-1]]
     return make_graph(edges, names=[*enc, *dec], loss="lm_head", coupled=["lm_head"])
+
+
+def walked_us(
+    cluster: Cluster,
+    ranks: Sequence[int],
+    num_bytes: float,
+    *,
+    beside: Sequence[int] = (),
+    is_ring: bool = False,
+) -> float:
+    """Return an all-reduce worked out a second time: a ring's links one by one, or a tree of the nodes.
+
+    Args:
+        beside: ranks that run others like it at the same time.
+        is_ring: twice an all-gather.
+    """
+    n, links, ranks = len(ranks), cluster.links, sorted(ranks)
+    if n == 1:
+        return 0.0
+    hops = [cluster.link_between(a, b) for a, b in zip(ranks, ranks[1:], strict=False)]
+
+    def out(link: Link) -> float:
+        """Microseconds of all bytes through what the fewest of them can leave by."""
+        level = links.index(link)
+        if level == 0:
+            return num_bytes / link.bytes_per_s * 1e6
+        inner = links[level - 1].span
+        found = []
+        for node in {rank // inner for rank in ranks}:
+            here = [rank for rank in set(beside) | set(ranks) if rank // inner == node]
+            own = [rank for rank in ranks if rank // inner == node]
+            ways = (
+                len(here)
+                if link.adapters is None
+                else len({r % inner * link.adapters // inner for r in here})
+            )
+            found.append(num_bytes / (link.bytes_per_s * ways * len(own) / len(here)) * 1e6)
+        return max(found)
+
+    slowest = max(out(link) for link in hops)
+    ring = 2 * sum(link.latency_us for link in hops) + 2 * (n - 1) / n * slowest
+    if is_ring or all(link is links[0] for link in hops):
+        return ring
+    depth = bytes_ = 0.0
+    for level, link in enumerate(links):
+        inner = links[level - 1].span if level else 1
+        within = Counter(group * inner // link.span for group in {rank // inner for rank in ranks})
+        most = max(within.values())
+        if most > 1:
+            depth += 2 * link.latency_us * ((most - 1) if level == 0 else math.ceil(math.log2(most)))
+            bytes_ = max(bytes_, out(link) * (min(most - 1, 2) if level == 0 else 2))
+    return min(ring, depth + bytes_)
 
 
 def uneven_request(seed: int, *, ranks: int = 8, **changes: object) -> PlanRequest:

@@ -15,7 +15,7 @@ from gpp_plugin.plan.graphpipe.intervals import interval_bytes
 from gpp_plugin.plan.make import LEAST_SHARE, StageDraft, build_plan, with_link_times, with_part_times
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.validate_plan import _stage_bytes
-from tests.plan.graphs import uneven_request
+from tests.plan.graphs import uneven_request, walked_us
 
 WAYS = {
     # blocks, data-parallel degree, tensor size, micro-batch, ranks where they are not the next ones
@@ -46,14 +46,6 @@ def on_line(samples, times, local):
     return times[0] + (times[1] - times[0]) * (local - samples[0]) / (samples[1] - samples[0])
 
 
-def ring(request: PlanRequest, num_bytes: float, ranks) -> float:
-    """Microseconds of an all-reduce: so many steps, each a latency and a part of the bytes, on the link of its ends."""
-    if len(ranks) == 1:
-        return 0.0
-    link = next(x for x in request.cluster.links if min(ranks) // x.span == max(ranks) // x.span)
-    return 2 * (len(ranks) - 1) * (link.latency_us + num_bytes / len(ranks) / link.bytes_per_s * 1e6)
-
-
 def plain_times(request: PlanRequest, stage: Stage, local: float) -> dict[str, float]:
     """Microseconds of a stage's forward, backward, and backward in two parts, block by block."""
     costs = request.profile.by_block()
@@ -68,7 +60,8 @@ def plain_times(request: PlanRequest, stage: Stage, local: float) -> dict[str, f
             num = request.graph.num_samples
             sums = [  # of the row of tensor ranks that takes longest
                 max(
-                    ring(request, num_bytes * local / num, row) + (count - 1) * ring(request, 0, row)
+                    count
+                    * walked_us(request.cluster, row, num_bytes * local / num / count, beside=stage.ranks)
                     for row in rows
                 )
                 for count, num_bytes in (
@@ -183,11 +176,12 @@ def test_reductions_with_ties_between_unlike_stages(way, seed, zero):
         for tie in request.profile.tied:
             again = max(sum(name in stage.blocks for name in tie.blocks) - 1, 0)
             gradients -= again * tie.gradient_bytes * trained(tie.blocks[0], stage.tensor)
-        one = ring(request, gradients, stage.data_ranks(0))
+        ranks, ways = stage.data_ranks(0), {"beside": stage.ranks, "is_ring": zero > 0}
+        one = walked_us(request.cluster, ranks, gradients, **ways)
         count = 24 // stage.micro_batch_size
         us = one * ((count + 1) / 2 if zero >= 2 else 1)
         if zero == 3:
-            gathered = ring(request, stage.sharded_bytes, stage.data_ranks(0)) / 2
+            gathered = walked_us(request.cluster, ranks, stage.sharded_bytes, **ways) / 2
             us += gathered - one / 2
             assert gather_times(plan, request.cluster).get(index, 0.0) == pytest.approx(gathered)
         wanted.append(us)
@@ -196,10 +190,11 @@ def test_reductions_with_ties_between_unlike_stages(way, seed, zero):
     for names in request.graph.tied.values():
         holders = [i for i, stage in enumerate(plan.stages) if set(names) & set(stage.blocks)]
         ranks = [rank for i in holders for rank in plan.stages[i].ranks[:: plan.stages[i].tensor]]
+        everyone = [rank for i in holders for rank in plan.stages[i].ranks]
         sizes = [plan.stages[i].tensor for i in holders]
         most = max(min(by_name[n].gradient_bytes * trained(n, size) for n in names) for size in sizes)
         for i in holders if len(holders) > 1 else ():
-            wanted[i] += ring(request, most, ranks)
+            wanted[i] += walked_us(request.cluster, ranks, most, beside=everyone)
     found = costs.reduce_times(plan)
     assert [found[i] for i in range(len(plan.stages))] == pytest.approx(wanted, rel=1e-3)
 

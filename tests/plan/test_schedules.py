@@ -9,8 +9,8 @@ from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import memory_breakdown
 from gpp_plugin.plan.make import most_pending
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.shared.share_ranks import share_ranks
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.plugins import schedule_label, schedule_names
 from gpp_plugin.schedule.build import build_schedules

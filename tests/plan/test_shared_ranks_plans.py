@@ -18,13 +18,18 @@ from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
+from gpp_plugin.plan.refine import share_ranks as share_ranks_module
 from gpp_plugin.plan.refine.block_sets import Partitioner
+from gpp_plugin.plan.refine.plan_evaluator import (
+    PlanEvaluator,
+    _heads_and_tails,
+    collapsed,
+    memory_excess,
+)
+from gpp_plugin.plan.refine.refine import Refiner
+from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, check_request
-from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.shared import share_ranks as share_ranks_module
-from gpp_plugin.plan.shared.share_ranks import share_ranks
-from gpp_plugin.plan.shared.shared_evaluator import SharedEvaluator, _heads_and_tails, collapsed
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import branches, chain, costs_of, make_cluster, make_profile, make_request
@@ -96,7 +101,7 @@ def test_a_spent_budget_is_taken_down():
     request = interleaved(2, blocks=4)
     report = SearchReport()
     costs = costs_of(request)
-    evaluator = SharedEvaluator(request, costs, budget=1, report=report)
+    evaluator = PlanEvaluator(request, costs, budget=1, report=report)
     drafts = tuple(draft((f"layers.{i}",), (i % 2,), 1) for i in range(4))
     first = evaluator.evaluated(drafts)
     assert first is not None
@@ -154,7 +159,7 @@ def test_the_busiest_rank_and_what_comes_before_and_after_its_tasks():
     graph = chain(4)
     times = dict(zip((block.name for block in graph.blocks), (60.0, 10.0, 20.0, 40.0), strict=True))
     request = make_request(graph, make_profile(graph, times), ranks=3, mini_batch=8, memory_limit_bytes=800)
-    evaluator = SharedEvaluator(request, CostModel(graph, request.profile, request.cluster))
+    evaluator = PlanEvaluator(request, CostModel(graph, request.profile, request.cluster))
     ranks = ((0, 1), (0,), (1,), (2,))
     drafts = [draft((block.name,), own, 2) for block, own in zip(graph.blocks, ranks, strict=True)]
     # each of two ranks has 4 x 3 x 60 us of the tower; beside that of the next two 4 x 2 x 3 x 10 and 20
@@ -184,7 +189,7 @@ def test_the_bound_is_one(seed):
     profile = make_profile(graph, {block.name: draw.uniform(20, 200) for block in graph.blocks})
     request = make_request(graph, profile, ranks=3, mini_batch=8)
     costs = CostModel(graph, profile, request.cluster)
-    evaluator = SharedEvaluator(request, costs)
+    evaluator = PlanEvaluator(request, costs)
     names = [block.name for block in graph.blocks]
     drafts = tuple(draft((name,), (draw.randrange(3),), draw.choice([1, 2, 4])) for name in names)
     drafts = tuple(dataclasses.replace(d, ranks=(i % 3,)) for i, d in enumerate(drafts))
@@ -195,11 +200,11 @@ def test_the_bound_is_one(seed):
 
 
 def test_a_stage_on_more_ranks_keeps_its_micro_batch_or_what_a_rank_has_of_it():
-    search = object.__new__(share_ranks_module._Search)
-    search._rules = batch_rules(make_request(chain(1), mini_batch=24))
+    request = make_request(chain(1), mini_batch=24)
+    refiner = Refiner(request, costs_of(request), batch_rules(request), budget=1)
     old = draft(("layers.0",), (0, 1), 4)
     for ranks, size in (((0, 1, 2, 3), 4), ((0, 1, 2), 6), ((3,), 4), ((0, 1, 2, 3, 4), None)):
-        found = search._on_ranks(old, ranks)
+        found = refiner._on_ranks(old, ranks)
         assert (None if found is None else found.micro_batch_size) == size
 
 

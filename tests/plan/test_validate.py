@@ -1,18 +1,28 @@
-"""The evaluator refuses every kind of broken plan."""
+"""The validator refuses every kind of broken plan, and readers accept what lowering makes programs of, no more."""
 
 import dataclasses
+import json
+import random
 
 import pytest
 
-from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_benchmarks._random_plans import FAMILIES, random_draw
+from gpp_plugin import api
+from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, StageEdge
+from gpp_plugin.ir.serialize import dumps
+from gpp_plugin.library.paper_graphs import MODELS
 from gpp_plugin.plan.explicit_plan import explicit_plan
-from gpp_plugin.plan.plan_form import check_form
+from gpp_plugin.plan.plan_form import check_form, plan_of_envelope, read_plan, write_plan
 from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.lower import lower_schedules
+from tests import tiers
 from tests.plan.graphs import GB, clip, make_cluster, make_graph, make_profile, make_request, with_stage
 from tests.plan.test_explicit import TOWERS
-from tests.schedule.plans import simple_plan
+from tests.schedule.plans import proven, simple_plan
+from tests.tiers import some
 
 GRAPH = clip()
 SPEC = {
@@ -43,8 +53,7 @@ def plan_with(**stage_changes: object) -> PipelinePlan:
         ({"micro_batch_size": 6}, "do not divide the mini-batch"),
         ({"micro_batch_size": 1}, "2 ranks do not divide"),
         ({"tensor": 3}, "a tensor size of 3 does not divide its 2 ranks"),
-        ({"in_flight": 0}, "in flight"),
-        ({"in_flight": 99}, "in flight"),
+        ({"in_flight": 0}, "in_flight is 0"),
     ],
 )
 def test_broken_stages(changes, message):
@@ -141,7 +150,7 @@ def test_too_few_in_flight_to_ever_run_a_backward():
     }
     plan = explicit_plan(spec, make_request(graph, ranks=3))
     validate_plan(plan, graph)
-    with pytest.raises(PlanError, match="holds at most 2 samples|wait for each other"):
+    with pytest.raises(PlanError, match=r"wait for each other.*raise in_flight of .*\(now 1\)$"):
         validate_plan(with_stage(plan, 1, in_flight=1), graph)
     validate_plan(with_stage(with_stage(plan, 0, in_flight=4), 1, in_flight=2, k=2), graph)
 
@@ -155,5 +164,86 @@ def test_a_plan_is_played_in_the_order_of_its_own_schedule():
         if fits:
             check_form(plan)
         else:
-            with pytest.raises(PlanError, match=r"'s0', 's1'.* would wait for each other with \[2, 4\]"):
+            with pytest.raises(PlanError, match=r"0F2 waits for 0B0 .* raise in_flight of 's0' \(now 2\)$"):
                 check_form(plan)
+
+
+def lowers(plan: PipelinePlan) -> bool:
+    """Return whether programs can be made of a plan, as a runtime makes them."""
+    try:
+        lower_schedules(plan, build_schedules(plan))
+    except GppError:
+        return False
+    return True
+
+
+def is_read(plan: PipelinePlan) -> bool:
+    """Return whether what is written of a plan is read again, to the same plan."""
+    try:
+        return plan_of_envelope(json.loads(dumps(plan))) == plan
+    except GppError:
+        return False
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_plan_is_read_exactly_where_it_can_be_lowered(family):
+    """Drawn plans of every schedule, some on shared ranks, some with edges without gradients; then counts at random."""
+    refused = 0
+    for seed in some(range(45), every=9):
+        for shares_ranks in (False, True):
+            plan = random_draw(seed, family, may_freeze=False, shares_ranks=shares_ranks).plan
+            assert is_read(plan), (seed, shares_ranks)
+            rng = random.Random(seed)
+            for _ in range(3):
+                most = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
+                drawn = plan.with_each(
+                    in_flight=[rng.randint(1, count + 1) for count in most],
+                    k=[rng.randint(1, 3) for _ in most],
+                )
+                assert is_read(drawn) == lowers(drawn), (
+                    seed,
+                    shares_ranks,
+                    [s.in_flight for s in drawn.stages],
+                )
+                refused += not lowers(drawn)
+    assert refused or family in ("zero_bubble", "mixed")
+
+
+def test_a_stage_that_only_receives_gradient_edges_runs_backwards():
+    """What reads a trained stage's results and sends nothing with a gradient on (indices) returns zeros for it."""
+    plan = simple_plan([1] * 3, [(0, 1), (0, 2)], mini_batch=4)
+    indices = StageEdge(src=1, dst=2, batch_tensors=("i",))
+    plan = dataclasses.replace(plan, edges=(*plan.edges, indices)).with_each(in_flight=[3, 2, 1])
+    assert is_read(plan)
+    schedules, _ = proven(plan)
+    assert [task.kind.value for task in schedules[1].tasks].count("B") == 4
+
+
+def test_what_would_not_be_read_is_not_written(tmp_path):
+    plan = simple_plan([2, 2], [(0, 1)], mini_batch=8).with_each(in_flight=[1, 2])
+    for write in (write_plan, api.save):
+        with pytest.raises(PlanError, match=r"raise in_flight of 's0' \(now 1\)$"):
+            write(plan, tmp_path / "plan.json")
+    assert not list(tmp_path.iterdir())
+
+
+SCHEDULES = ("1f1b", "2f2b", "gpipe", "greedy", "zero_bubble", "auto")
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_plans_of_library_models_are_read_again_and_planned_again(model, tmp_path):
+    planner = "auto" if tiers.is_whole() else "pipedream"
+    for devices in some((2, 4, 8, 16, 32, 64), every=6):
+        for schedule in SCHEDULES:
+            request = api.make_request(model, num_devices=devices, schedule=schedule)
+            try:
+                plan = api.plan_for(request, planner=planner, schedule=schedule)
+            except PlanInfeasible:
+                continue
+            path = tmp_path / "plan.json"
+            api.save(plan, path)
+            assert read_plan(path) == plan, (devices, schedule)
+            assert explicit_plan(json.loads(path.read_text()), request).stages == plan.stages, (
+                devices,
+                schedule,
+            )

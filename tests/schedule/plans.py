@@ -142,8 +142,7 @@ def cluster_of(num, *, bytes_per_s=1e6, latency_us=0.0, node=None, **device) -> 
 
 def proven(plan, schedules=None, *, presence=None, **options):
     """Return the schedules of a plan and its programs, which are valid."""
-    frozen = options.get("forward_only_stages", frozenset())
-    schedules = schedules or build_schedules(plan, forward_only_stages=frozen)
+    schedules = schedules or build_schedules(plan, forward_only_stages=options.get("forward_only_stages"))
     programs = lower_schedules(plan, schedules, presence=presence, **options)
     validate_programs(plan, schedules, programs, presence=presence)
     return schedules, programs

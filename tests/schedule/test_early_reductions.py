@@ -50,7 +50,8 @@ def test_random_plans_finish_with_what_is_allowed_and_stop_with_more():
     num_wide = num_early = num_refused = 0
     for _ in range(100):
         plan = random_plan(rng, most_stages=6, most_ranks=8)
-        programs = lowered(plan)
+        schedules = build_schedules(plan, forward_only_stages=frozenset())
+        programs = lower_schedules(plan, schedules, forward_only_stages=frozenset())
         early = stages_that_reduce_early(plan, programs)
         wide = {index for index, stage in enumerate(plan.stages) if stage.degree > 1}
         assert early <= wide and finishes(plan, programs, early)

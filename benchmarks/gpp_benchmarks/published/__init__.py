@@ -2,6 +2,7 @@
 
     zero-bubble   Qi et al., Tables 5 and 9: all times are given; 1F1B, ZB-1p, ZB-2p and interleaved 1F1B
     optimus       ViT-22B + GPT-175B on 1,536 to 3,072 GPUs, ViT-3B + GPT-11B on 8: an encoder colocated or not
+    nccl          bus bandwidths of collectives by nccl-tests, 8 to 40 GPUs, on the shipped clusters
     models        Llama 3 405B under torchtitan (interleaved over 1F1B), MT-NLG 530B on 2,240 to 3,360 GPUs
     gpt           Megatron-LM's Table 1 and Korthikanti et al.: 22B to 1T on 8 to 2,520 A100s, nothing fitted
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from gpp_benchmarks._options import add_choices
 from gpp_benchmarks.published._language_models import gpt_rows, language_model_rows
+from gpp_benchmarks.published._nccl import nccl_rows
 from gpp_benchmarks.published._optimus import optimus_rows
 from gpp_benchmarks.published._rows import COSTED, FITTED, HELD_OUT, Row, count_within, errors_of, format_rows
 from gpp_benchmarks.published._zero_bubble import zero_bubble_rows
@@ -31,6 +33,7 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "optimus": optimus_rows,
     "models": language_model_rows,
     "gpt": gpt_rows,
+    "nccl": nccl_rows,
 }
 OTHERS = {"Charon": 0.0535, "Echo, mean": 0.08, "vTrain, 8 GPUs": 0.0837, "vTrain, 512 GPUs": 0.1473}
 """Errors published of other simulators."""

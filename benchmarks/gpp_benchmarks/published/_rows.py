@@ -13,7 +13,7 @@ from gpp_plugin.report.units import format_table
 GIVEN, FITTED, HELD_OUT, ASSUMED, COSTED = "given", "fitted", "held out", "assumed", "costs"
 """What the simulator knew: every time of the run; this very row; another row of the same machine; no time at all, and
 not all that decides; no time at all, but sizes and degrees, and a description of the cluster."""
-DIGITS = {"rate": 4, "s": 2, "ratio": 3, "share": 3}
+DIGITS = {"rate": 4, "s": 2, "ratio": 3, "share": 3, "GB/s": 1, "us": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,8 +22,8 @@ class Row:
 
     Args:
         quantity: what was published, with its schedule.
-        unit: ``rate`` (bubble) and ``share``, whose error is the difference; ``s`` and ``ratio``, whose error is the
-            relative one.
+        unit: of ``rate`` (bubble) and ``share`` the error is the difference; of ``s``, ``ratio``, ``GB/s`` and ``us``
+            the relative one.
         known: `GIVEN`, `FITTED`, `HELD_OUT`, `ASSUMED` or `COSTED`.
         limit: the largest error that is asked of a row; None where none is.
         shorter: the same quantity under an order of ours that is shorter, where there is one, and what that order is.

@@ -378,13 +378,19 @@ class StageConfig(StepSettings):
 
 
 def derive_stage_config(
-    config: Mapping[str, Any], *, mini_batch: int, degree: int, device_type: str
+    config: Mapping[str, Any],
+    *,
+    mini_batch: int,
+    degree: int,
+    device_type: str,
+    zero_stage: int | None = None,
 ) -> StageConfig:
     """Derive the configuration of a stage of ``degree`` ranks from the user's DeepSpeed JSON.
 
     Args:
         mini_batch: samples of one optimizer step over the whole graph.
         device_type: ``cpu`` or ``cuda``; decides whether Adam needs a native build.
+        zero_stage: the plan's; None: that of the JSON.
 
     Raises:
         ConfigError: a key requests what a graph of stages cannot do.
@@ -392,6 +398,11 @@ def derive_stage_config(
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
     # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
     config = read_deepspeed(config).config
+    if zero_stage is not None:
+        config = {
+            **config,
+            "zero_optimization": {**(config.get("zero_optimization") or {}), "stage": zero_stage},
+        }
     zero, brain = (config.get(key) or {} for key in ("zero_optimization", "bf16"))
     half = (config.get("fp16") or {}).get("enabled", False)
     dtype = "float16" if half else "bfloat16" if brain.get("enabled", False) else "float32"

@@ -11,6 +11,7 @@ the function before gpp_plugin was imported (``from deepspeed import initialize`
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import inspect
@@ -491,6 +492,9 @@ def setting_of(
     ds_config = read_deepspeed(ds_config).config
     sizes = batch_arithmetic(ds_config, num_ranks)
     stage = derive_stage_config(ds_config, mini_batch=sizes.mini_batch, degree=1, device_type=device.type)
+    block = ds_config.get(BLOCK) or {}
+    if block.get("zero") == "auto" and num_ranks > 1:  # costs are of the stages that a planner may choose
+        stage = dataclasses.replace(stage, zero_stage=max(stage.zero_stage, 1))
     held = optimizer_bytes(ds_config, optimizer, stage, device_type=device.type)
     if held.assumed and rank == 0:
         logger.warning("%s", held.assumed)

@@ -325,7 +325,7 @@ class MasterWeights:
             part = part.narrow(0, fragment.master_start, fragment.num_elements)
             whole.narrow(0, fragment.start, fragment.num_elements).copy_(part)
         # Every element is in one rank's partition, zero on the others: their sum is the whole.
-        if self.partitioned:
+        if self.partitioned and self._data_group is not None:
             all_reduce(whole, group=self._data_group, what=f"the whole of {name}")
         return whole.view(parameter.shape)
 

@@ -77,6 +77,7 @@ class DeepSpeedOptimizer:
             mini_batch=replica.mini_batch,
             degree=len(replica.data_ranks),
             device_type=replica.device.type,
+            zero_stage=replica.zero_stage,
         )
         self._dtype: torch.dtype = getattr(torch, self.config.dtype)
         self._prepare_context(replica)

@@ -18,10 +18,8 @@ from gpp_plugin.plan.costs.cost_model import (
     Floats,
     boundary_us,
     interval_sums,
-    link_for_span,
     link_us_per_byte,
     prefix_sums,
-    ring_us,
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import evaluate_us, exposed_us
@@ -125,8 +123,7 @@ class ChainCosts:
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         gradient = interval_sums(self._held[1])
-        link = link_for_span(self.request.cluster, degree)
-        reduce_us = np.where(gradient > 0, ring_us(1e9, degree, link) / 1e9 * gradient, 0.0)
+        reduce_us = self.costs.reduction(degree, 1).us(gradient)
         link_us = boundary_us(self.boundary_bytes, degree, self.link_us_per_byte)
         for size in map(int, np.unique(sizes[sizes > 0])):
             forward, backward = self.costs.block_times(size / degree)

@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
-from gpp_plugin.plan.costs.cost_model import boundary_us, group_link, prefix_sums, ring_us
+from gpp_plugin.plan.costs.cost_model import boundary_us, prefix_sums
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible
@@ -162,7 +162,6 @@ class _Search:
             if not self._is_divided(start, stop, len(ranks)):
                 return float("inf")
             forward_us, backward_us = self._times(start, stop, len(ranks))
-            link = group_link(self.request.cluster, ranks)
             if i > 0:
                 links = min(len(ranks), len(placed[i - 1][2]))
                 hop = boundary_us(self.chain.cut_bytes(start), links, self.chain.link_us_per_byte)
@@ -172,7 +171,8 @@ class _Search:
                 reduce.append(0.0)
             forward.append(forward_us)
             backward.append(backward_us)
-            reduce.append(ring_us(self._gradient[stop] - self._gradient[start], len(ranks), link))
+            price = self.chain.costs.collectives(ranks).reduction(self.chain.costs.zero_stage)
+            reduce.append(float(price.us(self._gradient[stop] - self._gradient[start])))
         steady = [(self.num_micro_batches - 1) * (f + b) for f, b in zip(forward, backward, strict=True)]
         pivot = len(placed) * 2 - 2
         for stage in range(pivot - 1, -1, -1):

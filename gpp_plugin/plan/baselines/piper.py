@@ -36,9 +36,7 @@ from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     boundary_us,
-    link_for_span,
     link_us_per_byte,
-    ring_us,
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import exposed_us
@@ -428,8 +426,7 @@ def _times(table: Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, w
     """Return what each stage takes a sample; inf where it has no micro-batch size."""
     mini_batch, (degree, tensor) = table.request.mini_batch, grid
     link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
-    link = link_for_span(table.request.cluster, degree * tensor)
-    reduce_us = ring_us(1e9, degree, link) / 1e9 * stages.held[1]
+    reduce_us = table.costs.reduction(degree, tensor).us(stages.held[1])
     us = np.full(len(sizes), np.inf)
     for size in map(int, np.unique(sizes[sizes > 0])):
         forward, backward = (us[stages.after] - us[at] for us in works[grid, size])

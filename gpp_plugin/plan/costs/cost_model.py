@@ -31,6 +31,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
+from gpp_plugin.plan.costs.collective_costs import CollectiveCost, Collectives, collectives
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
@@ -159,8 +160,8 @@ class CostModel:
     Costs are of stages without tensor ranks; those of a stage with some come from `on` or `at_tensor`.
 
     Args:
-        tensor: tensor size of the stages that the costs are of; their sums travel over ``tensor_link``
-            (`memory_formula`).
+        tensor: tensor size of the stages that the costs are of; ``tensor_sum`` is what one of their
+            sums takes (`memory_formula`).
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
@@ -176,12 +177,13 @@ class CostModel:
         *,
         zero_stage: int = 0,
         tensor: int = 1,
-        tensor_link: Link | None = None,
+        tensor_sum: CollectiveCost | None = None,
     ) -> None:
         self.tensor = tensor
         self._source = graph, profile
-        self._at_tensor: dict[tuple[int, str], CostModel] = {}
-        self.sums = sum_times(graph, tensor, tensor_link) if tensor_link is not None else None
+        self._at_tensor: dict[tuple[int, CollectiveCost], CostModel] = {}
+        self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], Collectives] = {}
+        self._sums = sum_times(graph, tensor, tensor_sum) if tensor_sum is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -285,41 +287,48 @@ class CostModel:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
-            if self.sums is not None:
-                forward = forward + self.sums[0] + self.sums[1] * local
+            if self._sums is not None:
+                forward = forward + self.forward_sums(local)
                 backward = backward + self.backward_sums(local)
             found = self._times[local, kind] = forward, backward
         return found
 
+    def forward_sums(self, local: float) -> Floats:
+        """Return by block the microseconds of a forward's all-reduces among tensor ranks."""
+        if self._sums is None:
+            return np.zeros(len(self.index))
+        found: Floats = np.min(self._sums[:, 0] + self._sums[:, 1] * local, axis=0)
+        return found
+
     def backward_sums(self, local: float) -> Floats:
         """Return by block the microseconds of a backward's all-reduces among tensor ranks."""
-        if self.sums is None:
+        if self._sums is None:
             return np.zeros(len(self.index))
-        found: Floats = self.sums[2] + self.sums[3] * local
+        found: Floats = np.min(self._sums[:, 2] + self._sums[:, 3] * local, axis=0)
         return found
 
     def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
         """Return the costs of stages of this tensor size; itself where their blocks are not divided.
 
         Args:
-            ranks: of one stage, data position by data position: its tensor ranks sum over the outermost link that one
-                group of them needs; None: over the innermost that joins so many consecutive ranks.
+            ranks: of one stage, data position by data position: its tensor ranks sum as its slowest group of them
+                does; None: as so many from the first rank on.
         """
         if tensor == self.tensor or not self.graph.sharding:
             return self
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
         # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network. Costs of a
-        # size over a link are worked out once, however many stages have them.
-        link = link_for_span(self.cluster, tensor)
+        # size at a price are worked out once, however many stages have them.
+        price = self.collectives(range(tensor)).all_reduce
         if ranks is not None:
             groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
-            used = {group_link(self.cluster, group).name: group_link(self.cluster, group) for group in groups}
-            link = max(used.values(), key=self.cluster.links.index)
-        key = tensor, link.name
+            used = (self.collectives(group, ranks).all_reduce for group in groups)
+            price = max(used, key=lambda each: float(each.us(1e6)))
+        key = tensor, price
         if key not in self._at_tensor:
             graph, profile = self._source
             self._at_tensor[key] = CostModel(
-                graph, profile, self.cluster, zero_stage=self.zero_stage, tensor=tensor, tensor_link=link
+                graph, profile, self.cluster, zero_stage=self.zero_stage, tensor=tensor, tensor_sum=price
             )
         return self._at_tensor[key]
 
@@ -409,9 +418,29 @@ class CostModel:
         """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth."""
         return num_reductions(num_micro_batches, self.zero_stage)
 
-    def gather_us(self, blocks: Sequence[int], ranks: Sequence[int]) -> float:
+    def collectives(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> Collectives:
+        """Return what `collective_costs.collectives` does; each group's are worked out once."""
+        key = tuple(ranks), tuple(beside)
+        found = self._collectives.get(key)
+        if found is None:
+            found = self._collectives[key] = collectives(self.cluster, ranks, beside)
+        return found
+
+    def reduction(self, degree: int, tensor: int) -> CollectiveCost:
+        """Return what sums the gradients of a stage of so many ranks once, from the first rank on: for planners that
+        have no ranks yet.
+        """
+        everyone = range(degree * tensor)
+        return self.collectives(everyone[::tensor], everyone).reduction(self.zero_stage)
+
+    def reduction_us(self, stage: Stage) -> float:
+        """Return microseconds of one all-reduce of a placed stage's gradients, or of what ZeRO has in its place."""
+        cost = self.collectives(stage.data_ranks(0), stage.ranks).reduction(self.zero_stage)
+        return float(cost.us(self.group_gradient_bytes(self.indices(stage.blocks))))
+
+    def gather_us(self, blocks: Sequence[int], ranks: Sequence[int], beside: Sequence[int] = ()) -> float:
         """Return microseconds of one gather of a stage's parameters (ZeRO 3)."""
-        return gather_us(self.sharded_bytes(blocks, len(ranks)), ranks, self.cluster)
+        return float(self.collectives(ranks, beside).gather.us(self.sharded_bytes(blocks, len(ranks))))
 
     def cost_key(self, block: int) -> tuple[object, ...]:
         """Return everything the profile says of a block but its name: equal keys, equal costs."""
@@ -525,13 +554,6 @@ class CostModel:
             self._group_bytes[key] = found
         return found
 
-    def all_reduce_us(self, gradient_bytes: float, ranks: Sequence[int]) -> float:
-        """Return microseconds of a ring all-reduce (or reduce-scatter and all-gather) of gradients."""
-        degree = len(ranks)
-        if degree == 1 or gradient_bytes <= 0:
-            return 0.0
-        return ring_us(gradient_bytes, degree, group_link(self.cluster, ranks))
-
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage what its reductions take in one step, hidden or not (`total_times`)."""
         return total_times(plan, self.reductions(plan))
@@ -546,23 +568,29 @@ class CostModel:
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
-                ranks = sorted({rank for i in holders for rank in plan.stages[i].data_ranks(0)})
-                tied.append((tuple(holders), self.all_reduce_us(num_bytes, ranks)))
+                ranks = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
+                everyone = [rank for i in holders for rank in plan.stages[i].ranks]
+                tied.append(
+                    (tuple(holders), float(self.collectives(ranks, everyone).all_reduce.us(num_bytes)))
+                )
         return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
         """Return what the ranks of one stage reduce: of the costs of its tensor size."""
         if stage.degree == 1:
             return StageReductions()
-        rows, ranks = self.indices(stage.blocks), stage.data_ranks(0)
-        key = tuple(rows), stage.local_batch_size, ranks
+        rows = self.indices(stage.blocks)
+        key = tuple(rows), stage.local_batch_size, stage.ranks
         if key not in self._group_reductions:
-            whole_us = self.all_reduce_us(self.group_gradient_bytes(rows), ranks)
-            early, gather_us = self._early(rows, stage, ranks), self.gather_us(rows, ranks)
+            early, gather_us = (
+                self._early(rows, stage),
+                self.gather_us(rows, stage.data_ranks(0), stage.ranks),
+            )
+            whole_us = self.reduction_us(stage)
             self._group_reductions[key] = StageReductions.under(self.zero_stage, whole_us, early, gather_us)
         return self._group_reductions[key]
 
-    def _early(self, rows: Sequence[int], stage: Stage, ranks: Sequence[int]) -> Buckets:
+    def _early(self, rows: Sequence[int], stage: Stage) -> Buckets:
         """Return `StageReductions.early` of a stage's blocks."""
         # a tied gradient is final where the backward ends with it, at the first of its blocks
         sizes = self.gradient_bytes[list(rows)]
@@ -570,35 +598,17 @@ class CostModel:
             for at in [at for at, name in enumerate(stage.blocks) if name in tie.blocks][1:]:
                 sizes[at] -= tie.gradient_bytes
         backward = self.block_times(stage.local_batch_size)[1][list(rows)]
-        most, sum_us = self.bucket_bytes, lambda size: self.all_reduce_us(size, ranks)
-        return early_of_blocks(sizes, backward, most, sum_us)
-
-
-def ring_us(num_bytes: float, degree: int, link: Link) -> float:
-    """Return microseconds of a ring all-reduce over ``degree`` ranks joined by ``link``."""
-    if degree <= 1:
-        return 0.0
-    steps = 2 * (degree - 1)
-    return float(steps * (link.latency_us + link.occupied_us(num_bytes / degree)))
-
-
-def gather_us(num_bytes: float, ranks: Sequence[int], cluster: Cluster) -> float:
-    """Return microseconds of one gather of ``num_bytes`` of parameters: half an all-reduce of them."""
-    return 0.0 if num_bytes <= 0 else ring_us(num_bytes, len(ranks), group_link(cluster, ranks)) / 2
+        price = self.collectives(stage.data_ranks(0), stage.ranks).all_reduce
+        return early_of_blocks(sizes, backward, self.bucket_bytes, lambda size: float(price.us(size)))
 
 
 def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
     """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
     return {
-        index: gather_us(stage.sharded_bytes, stage.data_ranks(0), cluster)
+        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
         for index, stage in enumerate(plan.stages)
         if stage.gathered_bytes
     }
-
-
-def group_link(cluster: Cluster, ranks: Sequence[int]) -> Link:
-    """Return the innermost level of the network whose groups hold all ``ranks``."""
-    return cluster.link_between(min(ranks), max(ranks))
 
 
 def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
@@ -622,12 +632,14 @@ def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
 #
 #     C  forward and backward of one micro-batch on one rank (b/d samples), what memory optimization adds included
 #     L  a sample's way over the stage's d links, activations there and gradients back; it overlaps with computing
-#     R  one all-reduce of the stage's gradients; n such are what its reductions in a mini-batch are worth
+#     R  one all-reduce of the stage's gradients (`CostModel.reduction`); n such are what its reductions in a
+#        mini-batch are worth
 #
 # Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
 # schedule: the event loop (`schedule.event_loop`), exactly, and `estimate`, quickly. They share what tasks take
 # (`stage_task_us`), what messages take (`Cluster.transfer_us`, `Link.occupied_us`) and the reductions
-# (`CostModel.reductions`), and are not built on each other, so that a test can hold one against the other.
+# (`CostModel.reductions`, `collective_costs`), and are not built on each other, so that a test can hold one against the
+# other.
 
 
 def num_reductions(num_micro_batches: int, zero_stage: int) -> float:

@@ -360,7 +360,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     steps = [StepPrices(), StepPrices(cluster=prices.cluster)]
     for reductions in (prices.reductions.with_gathers({}), prices.reductions):
         steps.append(StepPrices(cluster=prices.cluster, reductions=reductions))
-    ends = []
+    ends: list[float] = []
     for number, each in enumerate(steps):
         is_same = number and each == steps[number - 1]  # nothing is gathered, most often
         ends.append(ends[-1] if is_same else _step_us(plan, each))
@@ -451,5 +451,4 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
 def _sum_us(stage: Stage, costs: CostModel) -> float:
     """Return the microseconds of tensor sums in a forward and a backward of a stage."""
     own, local = costs.on(stage), stage.local_batch_size
-    forward = 0.0 if own.sums is None else own.sums[0] + own.sums[1] * local
-    return float((forward + own.backward_sums(local))[own.indices(stage.blocks)].sum())
+    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())

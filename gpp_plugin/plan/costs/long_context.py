@@ -25,8 +25,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from gpp_plugin.ir.cluster import Device, Link
-from gpp_plugin.plan.costs.cost_model import ring_us
+from gpp_plugin.ir.cluster import Cluster, Device, Link
+from gpp_plugin.plan.costs.collective_costs import collectives
 
 # Cache Parallelism: which rank holds which position of a cache, what ranks send a decoded token, what they hold.
 #
@@ -184,8 +184,9 @@ def on_paper(
 ) -> list[OnPaper]:
     """Return what context and expert parallelism would take on each number of ranks, beside tensor ranks."""
     alone, _ = ring_attention_us(shape, 1, device, link, element_bytes=element_bytes)
-    rows = []
+    rows, joined = [], Cluster(name=link.name, devices=(device,), links=(link,))
     for count in ranks:
+        sums = collectives(joined, range(count)).all_reduce
         ring, unhidden = ring_attention_us(shape, count, device, link, element_bytes=element_bytes)
         rows.append(
             OnPaper(
@@ -193,7 +194,7 @@ def on_paper(
                 ring=ring,
                 unhidden=unhidden,
                 alone=alone,
-                tensor_sums=SUMS * ring_us(shape.length * shape.width * element_bytes, count, link),
+                tensor_sums=SUMS * sums.us(shape.length * shape.width * element_bytes),
                 experts=expert_exchange_us(
                     shape.length // count,
                     shape.width,
@@ -214,7 +215,7 @@ def ring_attention_us(
 ) -> tuple[float, float]:
     """Return microseconds of one sample's causal attention, forward and backward, and of sends that nothing hides.
 
-    >>> from gpp_plugin.ir.cluster import Device, Link
+    >>> from gpp_plugin.ir.cluster import Cluster, Device, Link
     >>> device = Device(name="d", memory_bytes=1, flops_per_s=1e15, memory_bytes_per_s=1e12)
     >>> link = Link(name="l", span=8, bytes_per_s=4.5e11, latency_us=4.0)
     >>> shape = LayerShape(length=32768, width=4096, query_width=4096, key_width=4096)

@@ -47,11 +47,11 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Link
 from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.plan.costs.collective_costs import CollectiveCost
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
@@ -63,13 +63,13 @@ from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name
 #
 # Legend, of a block at tensor size t (`BlockSharding`):
 #
-#     time     C ((1 - f) + f / t)  +  n 2 (t - 1) latency  +  2 (t - 1) / t S / bandwidth
+#     time     C ((1 - f) + f / t)  +  n all-reduces of S / n bytes (`collective_costs`)
 #     bytes    P ((1 - p) + p / t)      parameters; gradients and optimizer state by the trained share; saved likewise
 #
 #     C  forward or backward on one device, f the share of its operations that is divided
-#     n  all-reduces of one task, S bytes they sum at its samples; `ring_us` over the link that joins the tensor ranks
+#     n  all-reduces of one task, S bytes they sum at its samples, among the tensor ranks
 #
-# A layer of 100 us with f = 1 that sums 8 MB twice over NVLink (450 GB/s, 3 us): at t = 2 50 + 2 (2 x 3) + 2 x 8.9 us.
+# A layer of 100 us with f = 1 that sums 8 MB twice in a ring (450 GB/s, 3 us): at t = 2 50 + 2 (2 x 3) + 2 x 17.8 us.
 #
 # Blocks without sharding, and explicit stages, whose costs are of one tensor rank already, stay as they are. The sums
 # of a backward belong to its input gradient. Saved tensors (`SavedTensor`) shrink as the block that is charged with
@@ -187,28 +187,28 @@ def sharded_graph(graph: BlockGraph, tensor: int) -> BlockGraph:
 Floats = npt.NDArray[np.float64]
 
 
-def sum_times(graph: BlockGraph, tensor: int, link: Link) -> Floats:
-    """Return [4, block] microseconds of all-reduces: forward a task, forward a sample, backward a task, a sample.
+def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCost) -> Floats:
+    """Return [line, 4, block] microseconds of all-reduces: forward a task, forward a sample, backward a task, a sample.
 
-    ``ring_us`` in two parts: 2 (t - 1) latencies a sum, and 2 (t - 1) / t of the bytes over one link.
+    The least over the lines of a price is what they take (`CollectiveCost.us`).
     """
-    # On 4 ranks and a link of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
+    # On 4 ranks in a ring of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
     # 6 / 4 x 8 MB / 450 GB/s = 26.7 us a sample. The first does not grow with a micro-batch, so that small ones are
     # dear on tensor ranks; the second does not shrink with more ranks, so that large sizes win less and less.
     sharded = sharded_by_block(graph, tensor)
-    found = np.zeros((4, len(graph.blocks)))
+    found = np.zeros((len(price.lines), 4, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):
         own = sharded.get(block.name)
         if own is None:
             continue
-        latency = 2 * (tensor - 1) * link.latency_us
-        per_byte = 2 * (tensor - 1) / tensor * link.occupied_us(1.0) / graph.num_samples
-        found[:, i] = (
-            own.forward_sums * latency,
-            own.forward_sum_bytes * per_byte,
-            own.backward_sums * latency,
-            own.backward_sum_bytes * per_byte,
-        )
+        for line, (latency, per_byte) in enumerate(price.lines):
+            each = per_byte / graph.num_samples
+            found[line, :, i] = (
+                own.forward_sums * latency,
+                own.forward_sum_bytes * each,
+                own.backward_sums * latency,
+                own.backward_sum_bytes * each,
+            )
     return found
 
 
@@ -362,13 +362,15 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
 def with_breakdown(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     """Return a finished plan that says what fills its ranks, so that each can compare what it really holds.
 
-    It says too of which stages the ranks hold parts of the parameters, whatever the plan's own request was.
+    It says too of which stages the ranks hold parts of the parameters, and under which ZeRO stage, whatever the plan's
+    own request was.
     """
     parts = _parts_of(plan, request)
     sharded = [part.weights + part.gathered if part.gathered else 0 for part in parts]
     limits = [min(request.rank_limits[rank] for rank in stage.ranks) for stage in plan.stages]
     memory = tuple(dataclasses.replace(part, limit=limit) for part, limit in zip(parts, limits, strict=True))
-    return dataclasses.replace(plan.with_each(sharded_bytes=sharded), memory=memory)
+    plan = plan.with_each(sharded_bytes=sharded)
+    return dataclasses.replace(plan, memory=memory, zero_stage=request.zero_stage)
 
 
 def plan_beside_messages(request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:

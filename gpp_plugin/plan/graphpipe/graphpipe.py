@@ -40,6 +40,7 @@ import numpy as np
 
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.baselines.data_parallel import plain_candidates
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     full_pipeline_us,
@@ -127,10 +128,12 @@ def _with_memory(request: PlanRequest, report: SearchReport) -> tuple[PipelinePl
             changed, costs, rules, trees, budget=MAX_BUDGET, num_refined=NUM_REFINED_TIGHT, fitter=fitter
         )
 
-    candidates = search(request, None)[:1]
+    plain = Refiner(request, costs, rules, budget=MAX_BUDGET, report=report)
+    candidates = [*plain_candidates(plain), *search(request, None)[:1]]
     fitter = fitter_for(request, costs)
     if fitter is not None:
         refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter, report=report)
+        candidates += plain_candidates(refiner)
         candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
     plan = best_evaluated(request, costs, candidates, fitter, planner="graphpipe")
     return plan, sorted(candidates, key=lambda candidate: candidate.score)

@@ -18,9 +18,7 @@ from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     boundary_us,
-    link_for_span,
     link_us_per_byte,
-    ring_us,
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import exposed_us
@@ -388,9 +386,7 @@ class TableMaker:
         self.memory_limit = limit if most is None else min(limit, most)
         self.link_us_per_byte = link_us_per_byte(cluster, request.num_ranks)
         self.is_gpipe = request.schedule == "gpipe"
-        self.reduce_us_per_byte = [
-            ring_us(1e9, d, link_for_span(cluster, d * t)) / 1e9 for d, t in self.grids
-        ]
+        self.reductions = [costs.reduction(degree, tensor) for degree, tensor in self.grids]
         names = [block.name for block in request.graph.blocks]
         self._refused, self._divided = (
             {size: np.array([name in blocks for name in names], dtype=float) for size, blocks in of.items()}
@@ -475,7 +471,7 @@ class TableMaker:
         # `num_reductions` counts and plans are ranked by: that leans it to larger micro-batches, which with little
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).
         reduces = self.rules.mini_batch // size if self.costs.zero_stage >= 2 else 1
-        reduction = shapes.gradient * (self.reduce_us_per_byte[i] * reduces / self.rules.mini_batch)
+        reduction = self.reductions[i].us(shapes.gradient) * (reduces / self.rules.mini_batch)
         backward = shapes.backward_times(size / degree) / self.rules.mini_batch
         reduction = exposed_us(shapes.costs, reduction, backward, shapes.gradient)
         found: Floats = us_per_sample(

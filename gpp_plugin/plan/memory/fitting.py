@@ -177,11 +177,11 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     changes = _changes(largest, allowed)
     # stage 3 shares out parameters, on ranks of several stages
     if largest == "gradients and optimizer state" and stage.degree > 1 and zero_stage < 2:
-        more = setting_of("zero_stage", zero_stage + 1)
+        more = setting_of("zero", zero_stage + 1)
         changes.insert(0, f"{more}: this stage has {stage.degree} ranks to share them out")
     if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
         changes.insert(
-            0, f"{setting_of('zero_stage', 3)}: ranks of several stages then hold one of them whole at a time"
+            0, f"{setting_of('zero', 3)}: ranks of several stages then hold one of them whole at a time"
         )
     return (
         f"fullest is {where}: {fullest.peak} of {fullest.limit} bytes "

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpp_plugin.plan.costs.collective_costs import stack_lines
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
     Kinds,
-    link_for_span,
     remembered,
-    ring_us,
     us_per_sample,
 )
 from gpp_plugin.plan.costs.estimate import exposed_us
@@ -52,7 +51,8 @@ class _Sizing:
 
     Args:
         forward_us, backward_us: [degree, block] of one micro-batch.
-        reduce_us, reduce_us_per_byte: [degree] of one sample's share of the gradients' reduction, hidden or not.
+        reduce_us, reduce_us_per_byte: [line, degree] of one sample's share of the gradients' reduction, hidden or not
+            (`stack_lines`).
     """
 
     degrees: list[int]
@@ -268,7 +268,7 @@ class DegreeChooser:
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
         us = us_per_sample(forward + backward, sizing.samples)
         if gradient > 0:
-            reducing = sizing.reduce_us + gradient * sizing.reduce_us_per_byte
+            reducing = np.min(sizing.reduce_us + gradient * sizing.reduce_us_per_byte, axis=0)
             us += exposed_us(costs, reducing, backward / self.request.mini_batch, gradient)
         times = us.tolist(), forward.tolist(), backward.tolist()
         return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
@@ -285,10 +285,7 @@ class DegreeChooser:
                 found.append((degree, size))
         times = [costs.block_times(size // degree, *kinds) for degree, size in found]
         shape = (len(found), len(costs.index))
-        links = [link_for_span(request.cluster, degree * tensor) for degree, _ in found]
-        # An all-reduce is latency and bytes: the first is what one without bytes takes.
-        latency = [ring_us(0.0, d, link) for (d, _), link in zip(found, links, strict=True)]
-        whole = [ring_us(1e9, d, link) for (d, _), link in zip(found, links, strict=True)]
+        latency, per_byte = stack_lines([costs.reduction(degree, tensor) for degree, _ in found])
         steps = np.array([costs.num_reductions(request.mini_batch // size) for _, size in found])
         return _Sizing(
             degrees=[degree for degree, _ in found],
@@ -296,8 +293,8 @@ class DegreeChooser:
             forward_us=np.array([forward for forward, _ in times]).reshape(shape),
             backward_us=np.array([backward for _, backward in times]).reshape(shape),
             samples=np.array([size for _, size in found], dtype=float),
-            reduce_us=np.array(latency) * steps / request.mini_batch,
-            reduce_us_per_byte=(np.array(whole) - np.array(latency)) / 1e9 * steps / request.mini_batch,
+            reduce_us=latency * steps / request.mini_batch,
+            reduce_us_per_byte=per_byte * steps / request.mini_batch,
         )
 
 

@@ -1,9 +1,13 @@
-"""Improves a set of stages by moves that the series-parallel search does not know.
+"""Improves a set of stages by moves that the series-parallel search does not know: the one search of stages.
 
 Moves: a boundary block to another stage (also across branches), two stages merged, one cut in two,
 another micro-batch size or k for one stage, ranks from one stage to another. Every candidate is built
 and predicted whole; the first that is better is taken. A plan that needs too much memory is worth
 less than any that fits, the less the more it exceeds, so the moves also lead to feasible plans.
+
+Stages have ranks of their own, which are shared out anew after every move, or explicit ones, of which each may hold
+several stages (`Candidate.plan`). There a moved, merged or cut stage keeps the ranks of what it comes from, and more
+moves lead to those of others.
 
 Two parts of the search are left out one at a time, on 113 feasible graphs of `gpp bench plan-quality` (the first 40 of
 its auto, heterogeneous and tensor cases). Without micro-batches in excess (`SLACKS`) 50 plans of planner ``auto`` are
@@ -21,13 +25,15 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.refine.block_sets import (
+    FEW_BLOCKS,
     BlockSets,
     Mask,
     evened_out,
@@ -38,22 +44,21 @@ from gpp_plugin.plan.refine.block_sets import (
     swaps,
 )
 from gpp_plugin.plan.refine.degrees import DegreeChooser
+from gpp_plugin.plan.refine.plan_evaluator import GLANCE, LOOK, PlanEvaluator, Score
 from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport
 
 SLACKS = (0.0, 0.5, 1.0)
 
-Score = tuple[float, float, float]
 NOT_WORTH: Score = (float("inf"),) * 3
 """The score of what was found unable to win without being predicted."""
 
 HOPELESS = 1.2
 """Stages whose busiest computes longer than this many times the best step are not predicted."""
-OVERHEAD = 200
-"""Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound."""
-GLANCE = 40
 ROUNDING = 1e-9
 MAX_DISTINCT_PARTS = 24
 """Parts of a model of different tensor sizes up to which stages are shared out among them."""
+FEW_RANKS = 4
+"""Ranks up to which a stage may move to any set of them; of more, to those of another stage or to all."""
 MOVES = "some plans a move away from the best ones"
 """What the refinement leaves out when its budget is spent."""
 
@@ -68,7 +73,9 @@ class Candidate:
             takes communication to be free, and where it is not every hop on a round trip delays the
             next micro-batch unless another one is there to work on.
         way: to give stages tensor sizes (`TensorRules.ways`).
-        score: (bytes too many, predicted microseconds, unevenness); smaller is better.
+        score: (bytes too many, predicted microseconds, unevenness); smaller is better. Of a plan that is there the
+            last is the time with orders that a search compares first.
+        plan: where the drafts say which ranks the stages have, and ranks may hold several; it fits.
     """
 
     masks: tuple[Mask, ...]
@@ -77,6 +84,7 @@ class Candidate:
     score: Score
     slack: float = 0.0
     way: int = 1
+    plan: PipelinePlan | None = None
 
 
 class Refiner:
@@ -86,6 +94,7 @@ class Refiner:
         budget: tasks (forward or backward of one micro-batch on one stage) to predict in all.
         fitter: what a stage costs to fit where it does not; None: it then needs too much.
         report: notes where the budget ends the search.
+        evaluator: has the budget, and what is known of plans; None: a new one.
     """
 
     def __init__(
@@ -97,16 +106,28 @@ class Refiner:
         budget: int,
         fitter: StageFitter | None = None,
         report: SearchReport | None = None,
+        evaluator: PlanEvaluator | None = None,
+        sets: BlockSets | None = None,
     ) -> None:
         self.report = SearchReport() if report is None else report
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
         self.num_stages = request.num_stages
+        self.evaluator = PlanEvaluator(request, costs, fitter=fitter) if evaluator is None else evaluator
         self.budget = budget
-        self.sets = BlockSets(costs)
+        self.sets = BlockSets(costs) if sets is None else sets
         self.chooser = DegreeChooser(request, costs, rules, self.sets, fitter)
         self._seen: dict[object, Score] = {}
         self._best_us = float("inf")
         self._cutoff_us = float("inf")
+
+    @property
+    def budget(self) -> int:
+        """Simulated tasks that are left."""
+        return self.evaluator.budget
+
+    @budget.setter
+    def budget(self, tasks: int) -> None:
+        self.evaluator.budget = tasks
 
     # ---- candidates -------------------------------------------------------------------------------
 
@@ -175,16 +196,31 @@ class Refiner:
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
-        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
-        if self.fitter is not None:
-            plan = self.fitter.estimated(plan)
-        self.budget -= OVERHEAD + 2 * sum(plan.mini_batch // draft.micro_batch_size for draft in drafts)
-        times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
-        excess = sum(max(0, self.chooser.excess_of(stage.memory_bytes, stage.ranks)) for stage in plan.stages)
-        us = estimate_plan_us(plan, self.costs)
-        if excess == 0:
-            self._best_us = min(self._best_us, us)
-        return float(excess), us, sum(t * t for t in times)
+        score = self.evaluator.score(drafts)
+        if score[0] == 0:
+            self._best_us = min(self._best_us, score[1])
+        return score
+
+    def placed(self, drafts: Sequence[StageDraft], *, above: float = float("inf")) -> Candidate | None:
+        """Return the candidate of stages on explicit ranks; None where nothing fits or it is not shorter.
+
+        Args:
+            above: what its time must be below with orders that are quick to find, before better ones are looked for.
+        """
+        stages = tuple(drafts)
+        rough = self.evaluator.evaluated(stages, below_us=self._cutoff_us)
+        if rough is None or rough.iteration_us >= above * (1 - ROUNDING):
+            return None
+        plan = self.evaluator.evaluated(stages, below_us=self._cutoff_us, is_exact=True)
+        if plan is None:
+            return None
+        return Candidate(
+            masks=tuple(self.sets.mask_of(draft.blocks) for draft in stages),
+            wish=max(draft.micro_batch_size for draft in stages),
+            drafts=stages,
+            score=(0.0, plan.iteration_us, rough.iteration_us),
+            plan=plan,
+        )
 
     def _least_us(self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float]]) -> float:
         """Return a time no step of these stages is shorter than, messages taken to be free.
@@ -212,19 +248,23 @@ class Refiner:
 
     # ---- search -----------------------------------------------------------------------------------
 
-    def improve(self, start: Candidate) -> Candidate:
-        """Return the best candidate reached from ``start`` by taking every move that improves."""
+    def improve(self, start: Candidate, *, least: int = 0) -> Candidate:
+        """Return the best candidate reached from ``start`` by taking every move that improves.
+
+        Args:
+            least: of the budget, what is left for others.
+        """
         best = start
         is_improved = True
-        while is_improved and self.budget > 0:
+        while is_improved and self.budget > least:
             is_improved = False
             # What cannot be quicker than a plan that fits need not be predicted.
             self._cutoff_us = best.score[1] * (1 + ROUNDING) if best.score[0] == 0 else float("inf")
             for found in self._neighbours(best):
-                if is_better(found.score, best.score):
+                if found is not None and is_better(found.score, best.score):
                     best, is_improved = found, True
                     break
-                if self.budget <= 0:
+                if self.budget <= least:
                     self.report.leave_out(MOVES)
                     break
         if is_improved:
@@ -259,7 +299,13 @@ class Refiner:
         return [sum(self.costs.stage_times(self.sets.rows(mask), wish)) for mask in masks]
 
     def _times(self, at: Candidate) -> list[float]:
-        """Return what each stage computes a sample."""
+        """Return what each stage computes a sample, or, where they share ranks, its busiest rank in a step."""
+        if at.plan is not None:
+            plan, busy = at.plan, [0.0] * at.plan.num_ranks
+            for index, stage in enumerate(plan.stages):
+                for rank in stage.ranks:
+                    busy[rank] += (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
+            return [max(busy[rank] for rank in draft.ranks or (0,)) for draft in at.drafts]
         if self.costs.is_mixed:  # which depends on where it is
             plan = build_plan(self.request, at.drafts, planner="", costs=self.costs, is_named=False)
             placed = {frozenset(stage.blocks): stage.ranks for stage in plan.stages}
@@ -273,10 +319,10 @@ class Refiner:
             times.append(float(us_per_sample(computing, draft.micro_batch_size)))
         return times
 
-    def _neighbours(self, at: Candidate) -> Iterator[Candidate]:
-        """Yield the candidates one move away, the most promising kinds first."""
-        slacks = (slack for slack in SLACKS if slack != at.slack)
-        yield from filter(None, (self.with_masks(at.masks, at.wish, slack, at.way) for slack in slacks))
+    def _neighbours(self, at: Candidate) -> Iterator[Candidate | None]:
+        """Yield the candidates one move away, the most promising kinds first; None for one that is not worth it."""
+        slacks = (slack for slack in SLACKS if slack != at.slack and at.plan is None)
+        yield from (self.with_masks(at.masks, at.wish, slack, at.way) for slack in slacks)
         masks = list(at.masks)
         times = self._times(at)
         slowest_first = sorted(range(len(masks)), key=lambda i: -times[i])
@@ -285,19 +331,114 @@ class Refiner:
         wishes = self.rules.sizes_to_try
         place = wishes.index(at.wish) if at.wish in wishes else 0
         near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
-        yield from filter(None, (self.with_masks(at.masks, wish, at.slack, at.way) for wish in near))
-        ways = self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 else ()
-        yield from filter(None, (self.with_masks(at.masks, at.wish, at.slack, way) for way in ways))
+        yield from (self._with_wish(at, wish) for wish in near)
+        ways = self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 and at.plan is None else ()
+        yield from (self.with_masks(at.masks, at.wish, at.slack, way) for way in ways)
         for drafts in self._changed_drafts(at):
-            key = frozenset(drafts)
-            if key not in self._seen and self._least_of(at.masks, drafts) <= self._cutoff_us:
-                self._seen[key] = score = self._score(drafts)
-                yield dataclasses.replace(at, drafts=tuple(drafts), score=score)
-        yield from self._with_all(at, swaps(self.sets, masks))
-        yield from self._with_all(at, merged_and_cut(self.sets, masks, quickest_first))
+            yield self._with_drafts(at, drafts)
+        is_small = at.plan is None or len(self.sets.names) <= FEW_BLOCKS
+        yield from self._with_all(at, swaps(self.sets, masks) if is_small else ())
+        yield from self._with_all(at, merged_and_cut(self.sets, masks, quickest_first) if is_small else ())
 
-    def _with_all(self, at: Candidate, partitions: Iterator[list[Mask]]) -> Iterator[Candidate]:
-        return filter(None, (self.with_masks(masks, at.wish, at.slack, at.way) for masks in partitions))
+    def _with_all(self, at: Candidate, partitions: Iterable[list[Mask]]) -> Iterator[Candidate | None]:
+        if at.plan is None:
+            return (self.with_masks(masks, at.wish, at.slack, at.way) for masks in partitions)
+        kept = (masks for masks in partitions if self.num_stages in (None, len(masks)))
+        found = itertools.chain.from_iterable(self._inherited(at, masks) for masks in kept)
+        return (self._with_drafts(at, drafts) for drafts in found)
+
+    def _with_wish(self, at: Candidate, wish: int) -> Candidate | None:
+        if at.plan is None:
+            return self.with_masks(at.masks, wish, at.slack, at.way)
+        drafts = [self._with_blocks(draft, draft.blocks, wish) for draft in at.drafts]
+        return self._with_drafts(at, drafts)
+
+    def _with_drafts(self, at: Candidate, drafts: Sequence[StageDraft | None]) -> Candidate | None:
+        """Return the candidate of these stages; None where they are no plan, cannot win or were met before."""
+        found = [draft for draft in drafts if draft is not None]
+        if len(found) < len(drafts):
+            return None
+        if at.plan is not None:
+            self.budget -= LOOK
+            return self.placed(found, above=at.score[2]) if self._may_hold(at, found) else None
+        key = frozenset(found)
+        if key in self._seen or self._least_of(at.masks, found) > self._cutoff_us:
+            return None
+        self._seen[key] = score = self._score(found)
+        return dataclasses.replace(at, drafts=tuple(found), score=score)
+
+    # ---- stages on explicit ranks -------------------------------------------------------------------
+
+    def _may_hold(self, at: Candidate, drafts: Sequence[StageDraft]) -> bool:
+        """Return whether all ranks are used and, where each has a number of stages that is requested, keep theirs."""
+        held = _held(drafts)
+        if len(held) < self.request.num_ranks:
+            return False
+        return (self.request.virtual_stages or 1) == 1 or held == _held(at.drafts)
+
+    def _inherited(self, at: Candidate, masks: Sequence[Mask]) -> Iterator[list[StageDraft | None]]:
+        """Yield stages of these blocks on the ranks of what they come from, and on those of others where one is new.
+
+        Of one that was cut each part may move; of two that were merged the ranks of either will do.
+        """
+        parents = [
+            max(range(len(at.masks)), key=lambda i: ((mask & at.masks[i]).bit_count(), -i)) for mask in masks
+        ]
+        drafts = [
+            self._with_blocks(at.drafts[parent], self.sets.blocks(mask), at.drafts[parent].micro_batch_size)
+            for parent, mask in zip(parents, masks, strict=True)
+        ]
+        yield drafts
+        num_parts = Counter(parents)
+        for index, (parent, draft) in enumerate(zip(parents, drafts, strict=True)):
+            if draft is None:
+                continue
+            places = self._places(at) if num_parts[parent] > 1 else []
+            for other, mask in enumerate(at.masks):
+                if other not in num_parts and mask & masks[index]:
+                    places.append(at.drafts[other].ranks or ())
+            for ranks in places:
+                if ranks != draft.ranks:
+                    yield [*drafts[:index], self._on_ranks(draft, ranks), *drafts[index + 1 :]]
+
+    def _with_blocks(self, draft: StageDraft, blocks: tuple[str, ...], wish: int) -> StageDraft | None:
+        """Return a stage with other blocks, or another size; None where it may not have that."""
+        size = self.rules.micro_batch_size(blocks, draft.degree, wish)
+        return None if size is None else dataclasses.replace(draft, blocks=blocks, micro_batch_size=size)
+
+    def _places(self, at: Candidate) -> list[tuple[int, ...]]:
+        """Return the sets of ranks that a stage may move to."""
+        request = self.request
+        everywhere = tuple(range(request.num_ranks))
+        places = {draft.ranks for draft in at.drafts if draft.ranks is not None}
+        if request.colocate:
+            places.add(everywhere)
+        if request.data_parallel is None and request.num_ranks <= FEW_RANKS:
+            sizes = range(1, request.num_ranks + 1)
+            places.update(itertools.chain.from_iterable(itertools.combinations(everywhere, n) for n in sizes))
+        return sorted(places)
+
+    def _other_ranks(self, at: Candidate) -> Iterator[list[StageDraft | None]]:
+        """Yield what results when a stage moves to the ranks of others, and when two exchange theirs."""
+        drafts: list[StageDraft | None] = list(at.drafts)
+        for i, draft in enumerate(at.drafts):
+            for ranks in self._places(at):
+                if ranks != draft.ranks:
+                    yield [*drafts[:i], self._on_ranks(draft, ranks), *drafts[i + 1 :]]
+        for (i, one), (j, other) in itertools.combinations(enumerate(at.drafts), 2):
+            if one.ranks != other.ranks and one.ranks is not None and other.ranks is not None:
+                changed = list(drafts)
+                changed[i], changed[j] = self._on_ranks(one, other.ranks), self._on_ranks(other, one.ranks)
+                yield changed
+
+    def _on_ranks(self, draft: StageDraft, ranks: tuple[int, ...]) -> StageDraft | None:
+        """Return a stage on other ranks; None where it has no micro-batch size there."""
+        wishes = (draft.micro_batch_size, draft.micro_batch_size // draft.degree * len(ranks))
+        sizes = [self.rules.micro_batch_size(draft.blocks, len(ranks), wish) for wish in wishes]
+        size = next((size for size in sizes if size is not None), None)
+        if size is None:
+            return None
+        return dataclasses.replace(draft, ranks=ranks, degree=len(ranks), micro_batch_size=size)
 
     def _least_of(self, masks: Sequence[Mask], drafts: Sequence[StageDraft]) -> float:
         times = []
@@ -307,8 +448,8 @@ class Refiner:
             times.append((*own, draft.micro_batch_size, 0.0))
         return self._least_us(masks, times)
 
-    def _changed_drafts(self, at: Candidate) -> Iterator[list[StageDraft]]:
-        """Yield other micro-batch sizes, k, tensor sizes and degrees for the same stages."""
+    def _changed_drafts(self, at: Candidate) -> Iterator[Sequence[StageDraft | None]]:
+        """Yield other micro-batch sizes, k, tensor sizes, degrees and ranks for the same stages."""
         drafts = list(at.drafts)
         for i, (mask, draft) in enumerate(zip(at.masks, drafts, strict=True)):
             for size in self.chooser.sizes(mask, draft.degree):
@@ -317,9 +458,11 @@ class Refiner:
             for k in (draft.k * 2, draft.k // 2):
                 if 1 <= k <= self.request.max_k:
                     yield [*drafts[:i], dataclasses.replace(draft, k=k), *drafts[i + 1 :]]
-            for changed in self._other_grids(mask, draft):
+            for changed in self._other_grids(mask, draft) if at.plan is None else ():
                 yield [*drafts[:i], changed, *drafts[i + 1 :]]
-        if self.rules.data_parallel is None and len(drafts) <= 16:
+        if at.plan is not None:
+            yield from self._other_ranks(at)
+        elif self.rules.data_parallel is None and len(drafts) <= 16:
             yield from self._moved_ranks(at.masks, drafts)
 
     def _other_grids(self, mask: Mask, draft: StageDraft) -> Iterator[StageDraft]:
@@ -387,6 +530,11 @@ class Refiner:
             return float(weight[self.sets.flags(mask)].sum())
 
         return load
+
+
+def _held(drafts: Sequence[StageDraft]) -> Counter[int]:
+    """Return by rank how many stages it holds."""
+    return Counter(rank for draft in drafts for rank in draft.ranks or ())
 
 
 def _resized(draft: StageDraft, degree: int, sizes: Sequence[int]) -> StageDraft:

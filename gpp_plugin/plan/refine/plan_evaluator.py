@@ -1,15 +1,16 @@
-"""What a plan whose ranks hold several stages takes, and which stages groups of ranks may hold.
+"""What the stages of a candidate take, on ranks of their own or on shared ones: what every search compares.
 
-In-flight counts are found that fit its ranks' memory, then it is simulated. That means finding the order of each rank's
-tasks, so it is dear. Before it stands a bound that no order can beat: a rank cannot begin before the first micro-batch
-has come to one of its stages (head), it computes all of their tasks (load), and after its last one at least the
-gradients of one of them travel on (tail).
+Stages on ranks of their own are predicted (`estimate`). Where ranks hold several, in-flight counts are found that fit
+their memory, then the plan is simulated. That means finding the order of each rank's tasks, so it is dear. Before it
+stands a bound that no order can beat: a rank cannot begin before the first micro-batch has come to one of its stages
+(head), it computes all of their tasks (load), and after its last one at least the gradients of one of them travel on
+(tail).
 
     rank 0   [ stage 0 ][ stage 2 ]            head 0,          tail 0
     rank 1       [ stage 1 ][ stage 3 ]        head F of 0,     tail B of 0 (its last task may be stage 1's)
 
 Source: interleaving, Megatron-LM (arXiv 2104.04473), section 2.2; controllable memory (arXiv 2405.15362); this project
-Tests: tests/plan/test_shared_ranks_plans.py
+Tests: tests/plan/test_shared_ranks_plans.py, tests/plan/test_quality.py
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages, on_own_ranks
+from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages, on_own_ranks, rank_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
+from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.make import (
     StageDraft,
     build_plan,
@@ -34,9 +36,8 @@ from gpp_plugin.plan.make import (
     with_part_times,
     with_pending,
 )
-from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
+from gpp_plugin.plan.memory.fitting import StageFitter
 from gpp_plugin.plan.request import PlanRequest, SearchReport
-from gpp_plugin.plan.selection import memory_excess
 from gpp_plugin.plugins import find_schedule, k_of
 from gpp_plugin.schedule.build import build_schedules, plan_in_flight, with_schedule
 from gpp_plugin.simulate.predict import predict_iteration_us
@@ -93,6 +94,10 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
         )
     if any(link.span % width and width % link.span for link in cluster.links):
         return None
+    # Of micro-batches of 16 and 8 on ranks 0 and 1, samples 4 to 7 are rank 0's, then rank 1's: they travel.
+    for src, dst in ((plan.stages[edge.src], plan.stages[edge.dst]) for edge in plan.edges):
+        if src.local_batch_size != dst.local_batch_size and not set(src.ranks).isdisjoint(dst.ranks):
+            return None
     # a level of fewer ranks than are one now joins none any more
     links = tuple(
         dataclasses.replace(link, span=link.span // width) for link in cluster.links if link.span % width == 0
@@ -123,12 +128,38 @@ FACTORS = (1.0, 1.5, 2.0)
 """Times Table 2's in-flight counts that are tried in the end, where memory allows."""
 
 
-class SharedEvaluator:
+Score = tuple[float, float, float]
+"""(bytes too many, predicted microseconds, what decides between equal ones); smaller is better."""
+
+OVERHEAD = 200
+"""Simulated tasks that cost as much as building a candidate does; ``GLANCE`` as looking at one's bound, and ``LOOK``
+where its ranks are fixed."""
+GLANCE, LOOK = 40, 4
+
+
+def memory_excess(request: PlanRequest, plan: PipelinePlan) -> tuple[int, Stage, int]:
+    """Return by how many bytes the worst rank exceeds its device (negative: fits), its largest stage, and which."""
+    needs: dict[int, list[tuple[int, int]]] = {}
+    largest: dict[int, Stage] = {}
+    for stage in plan.stages:
+        for rank in stage.ranks:
+            needs.setdefault(rank, []).append((stage.memory_bytes, stage.gathered_bytes))
+            if rank not in largest or stage.memory_bytes > largest[rank].memory_bytes:
+                largest[rank] = stage
+    over = [
+        (int(rank_bytes(peaks)) - request.rank_limits[rank], largest[rank], rank)
+        for rank, peaks in needs.items()
+    ]
+    return max(over, key=lambda item: item[0])
+
+
+class PlanEvaluator:
     """Evaluates plans of one request, within a budget of simulated tasks; results are cached.
 
     Args:
         schedule: of all stages of the plans that are made.
         budget: tasks of all simulations together.
+        fitter: what a stage costs to fit where it does not; None: it then needs too much.
     """
 
     def __init__(
@@ -138,15 +169,27 @@ class SharedEvaluator:
         *,
         schedule: str = "1f1b",
         budget: int = BUDGET,
+        fitter: StageFitter | None = None,
         report: SearchReport | None = None,
     ) -> None:
         self.request, self.costs, self.budget = request, costs, budget
         self.num_simulated = 0
         self._schedule = schedule
-        self._fitter: StageFitter | None = fitter_for(request, costs)
+        self._fitter = fitter
         self._report = SearchReport() if report is None else report
         self._known: dict[tuple[frozenset[StageDraft], bool], PipelinePlan | None] = {}
         self._refined: dict[tuple[Stage, ...], PipelinePlan] = {}
+
+    def score(self, drafts: Sequence[StageDraft]) -> Score:
+        """Return the score of stages on ranks of their own, within Table 2's in-flight counts and their excess."""
+        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+        if self._fitter is not None:
+            plan = self._fitter.estimated(plan)
+        self.budget -= OVERHEAD + 2 * sum(plan.mini_batch // draft.micro_batch_size for draft in drafts)
+        times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
+        limits = self.request.rank_limits
+        excess = sum(max(0, s.memory_bytes - min(limits[rank] for rank in s.ranks)) for s in plan.stages)
+        return float(excess), estimate_plan_us(plan, self.costs), sum(t * t for t in times)
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""
@@ -214,8 +257,11 @@ class SharedEvaluator:
         self.budget -= plan.num_ranks + len(plan.stages)  # which has taken its time too
         if self.least_us(plan) >= below_us:
             return None
-        factors = FACTORS if plan.num_rank_tasks <= EXACT_TASKS else FACTORS[:1]
-        self._known[key] = best = self._best(self._fitting(plan, factors), is_exact=is_exact)
+        is_small = plan.num_rank_tasks <= EXACT_TASKS  # which is simulated exactly at once
+        best = self._best(self._fitting(plan, FACTORS if is_small else FACTORS[:1]), is_exact=is_exact)
+        self._known[key] = best
+        if is_small:
+            self._known[key[0], not is_exact] = best
         return best
 
     def best_counts(self, plan: PipelinePlan) -> PipelinePlan | None:
@@ -410,107 +456,3 @@ def _heads_and_tails(plan: PipelinePlan) -> tuple[list[float], list[float]]:
                 back = src.input_gradient_us if is_known else back / 2
             tails[edge.dst] = max(tails[edge.dst], tails[edge.src] + rounds * back)
     return heads, tails
-
-
-# Which group of ranks holds which stage: the maps that interleaving and its relatives are made of.
-#
-# Stages are numbered in the plan's order, groups in the order of ranks. Eight stages on four groups:
-#
-#     stage          0  1  2  3  4  5  6  7
-#     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
-#     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
-#     in a row       0  0  1  1  2  2  3  3      a branch a group: a plan has the stages of one behind each other
-
-Map = tuple[int, ...]
-"""By stage, the number of its group."""
-
-FEW = 5
-"""Stages of which all maps are tried: 90 at most."""
-
-
-def round_robin(num_stages: int, num_groups: int) -> Map:
-    """Return the map of interleaving.
-
-    >>> round_robin(5, 2)
-    (0, 1, 0, 1, 0)
-    """
-    return tuple(stage % num_groups for stage in range(num_stages))
-
-
-def back_and_forth(num_stages: int, num_groups: int) -> Map:
-    """Return the map that turns around at both ends.
-
-    >>> back_and_forth(6, 2)
-    (0, 1, 1, 0, 0, 1)
-    """
-    there = range(num_groups)
-    ways = itertools.cycle((tuple(there), tuple(reversed(there))))
-    return tuple(itertools.islice(itertools.chain.from_iterable(ways), num_stages))
-
-
-def in_a_row(num_stages: int, num_groups: int) -> Map:
-    """Return the map of consecutive stages on one group.
-
-    >>> in_a_row(5, 2)
-    (0, 0, 0, 1, 1)
-    """
-    return tuple(stage * num_groups // num_stages for stage in range(num_stages))
-
-
-def evened_out(loads: Sequence[float], num_groups: int) -> Map:
-    """Return the map that gives the heaviest stages first, each to the group with least so far.
-
-    >>> evened_out([3.0, 2.0, 2.0, 1.0], 2)
-    (0, 1, 1, 0)
-    """
-    held = [0.0] * num_groups
-    groups = [0] * len(loads)
-    for stage in sorted(range(len(loads)), key=lambda stage: (-loads[stage], stage)):
-        groups[stage] = min(range(num_groups), key=lambda group: (held[group], group))
-        held[groups[stage]] += loads[stage]
-    return renamed(groups)
-
-
-def renamed(groups: Sequence[int]) -> Map:
-    """Return the map with groups numbered as they are first met: groups are alike but for their links."""
-    numbers: dict[int, int] = {}
-    return tuple(numbers.setdefault(group, len(numbers)) for group in groups)
-
-
-def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
-    """Return the maps that a search starts with, each once: all there are of a few stages.
-
-    Args:
-        loads: by stage, its work.
-    """
-    count = len(loads)
-    if count <= FEW:
-        return [
-            each
-            for each in itertools.product(range(num_groups), repeat=count)
-            if each == renamed(each) and len(set(each)) == num_groups
-        ]
-    found = [
-        round_robin(count, num_groups),
-        back_and_forth(count, num_groups),
-        in_a_row(count, num_groups),
-        evened_out(loads, num_groups),
-    ]
-    return [each for each in dict.fromkeys(found) if len(set(each)) == num_groups]
-
-
-def moved_stages(groups: Sequence[int], num_groups: int) -> Iterator[Map]:
-    """Yield the maps with one stage in another group."""
-    for stage, group in enumerate(groups):
-        for other in range(num_groups):
-            if other != group:
-                yield (*groups[:stage], other, *groups[stage + 1 :])
-
-
-def exchanged_stages(groups: Sequence[int]) -> Iterator[Map]:
-    """Yield the maps with two stages exchanged."""
-    for first, second in itertools.combinations(range(len(groups)), 2):
-        if groups[first] != groups[second]:
-            changed = list(groups)
-            changed[first], changed[second] = changed[second], changed[first]
-            yield tuple(changed)

@@ -4,8 +4,7 @@
       1 starts          `StartMaker`: partitions, maps and micro-batch sizes, in the order of a bound on their step
       2 simulated       the first `NUM_STARTS` of them, with in-flight counts that fit their ranks' memory: roughly,
                         then the best `NUM_EXACT` exactly
-      3 improved        the best `NUM_IMPROVED` by moves: two stages of the same ranks merged, a stage to other ranks,
-                        two stages exchanged, a boundary block to another stage, another micro-batch size
+      3 improved        the best `NUM_IMPROVED` by the moves of all stages (`Refiner.improve`)
       4 refined         the best `NUM_REFINED`: orders that reckon with links, in-flight counts one by one
       5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
@@ -41,26 +40,12 @@ from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedul
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
-from gpp_plugin.plan.refine.block_sets import (
-    FEW_BLOCKS,
-    Partitioner,
-    boundary_moves,
-    merged_and_cut,
-    swaps,
-)
+from gpp_plugin.plan.memory.fitting import fitter_for
+from gpp_plugin.plan.refine.block_sets import FEW_BLOCKS, Partitioner
+from gpp_plugin.plan.refine.plan_evaluator import BUDGET, LEFT_OUT, Drafts, PlanEvaluator
+from gpp_plugin.plan.refine.refine import Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules, one_stage_a_rank
-from gpp_plugin.plan.shared.shared_evaluator import (
-    BUDGET,
-    LEFT_OUT,
-    Drafts,
-    Map,
-    SharedEvaluator,
-    exchanged_stages,
-    moved_stages,
-    round_robin,
-    usual_maps,
-)
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.plugins import AUTO
 
@@ -83,7 +68,6 @@ LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
-ROUNDING = 1e-6
 
 
 @paused_collector()  # as in `make_plan`
@@ -130,11 +114,11 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     shared = dataclasses.replace(setting.scheduled(shared), planner=plan.planner)
     gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
     than = f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than one stage a rank"
-    best = f"{len(shared.stages)} stages on {shared.num_ranks} ranks, the best of {num_tried} ways to share ranks"
+    tried = f"{len(shared.stages)} stages on {shared.num_ranks} ranks, the best of {num_tried} ways to share ranks"
     if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
-        note = f"ranks of one stage each: {best}, are {than}"
+        note = f"ranks of one stage each: {tried}, are {than}"
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
-    note = f"{best}: {than}"
+    note = f"{tried}: {than}"
     shared = dataclasses.replace(shared, notes=(*shared.notes, *report.notes, note))
     validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)
@@ -156,13 +140,6 @@ def _searches(
             f"{MAX_BASELINE_SIZE} blocks x ranks)"
         )
         return
-    free = [request]  # and those with less freedom that it contains
-    if request.colocate and request.virtual_stages != 1:
-        free.append(dataclasses.replace(request, colocate=False))
-    if request.colocate and request.virtual_stages is None:
-        free.append(dataclasses.replace(request, virtual_stages=1))
-    for each in free[1:]:
-        yield each, plan
     if plan.planner != "auto":
         return
     if len(request.graph.blocks) * request.num_ranks > MAX_BASES_SIZE:
@@ -175,8 +152,7 @@ def _searches(
     if base is not None and {frozenset(s.blocks) for s in base.stages} != {
         frozenset(s.blocks) for s in plan.stages
     }:
-        for each in free:
-            yield each, base
+        yield request, base
     if request.micro_batch_sizes is not None:
         return
     if request.memory_optimization:
@@ -238,6 +214,93 @@ def _why_none(request: PlanRequest, num_starts: int, report: SearchReport) -> st
         f"{name_of('virtual_stages')} or {name_of('micro_batch_sizes')}, add ranks, or raise "
         f"{name_of('memory.limit_gb')}"
     )
+
+
+# Which group of ranks holds which stage: the maps that interleaving and its relatives are made of.
+#
+# Stages are numbered in the plan's order, groups in the order of ranks. Eight stages on four groups:
+#
+#     stage          0  1  2  3  4  5  6  7
+#     round robin    0  1  2  3  0  1  2  3      interleaved 1F1B (Narayanan et al. 2021, section 2.2)
+#     back and forth 0  1  2  3  3  2  1  0      the V of ZB-V and V-Half (Qi et al. 2024, arXiv 2405.15362)
+#     in a row       0  0  1  1  2  2  3  3      a branch a group: a plan has the stages of one behind each other
+
+Map = tuple[int, ...]
+"""By stage, the number of its group."""
+
+FEW = 5
+"""Stages of which all maps are tried: 90 at most."""
+
+
+def round_robin(num_stages: int, num_groups: int) -> Map:
+    """Return the map of interleaving.
+
+    >>> round_robin(5, 2)
+    (0, 1, 0, 1, 0)
+    """
+    return tuple(stage % num_groups for stage in range(num_stages))
+
+
+def back_and_forth(num_stages: int, num_groups: int) -> Map:
+    """Return the map that turns around at both ends.
+
+    >>> back_and_forth(6, 2)
+    (0, 1, 1, 0, 0, 1)
+    """
+    there = range(num_groups)
+    ways = itertools.cycle((tuple(there), tuple(reversed(there))))
+    return tuple(itertools.islice(itertools.chain.from_iterable(ways), num_stages))
+
+
+def in_a_row(num_stages: int, num_groups: int) -> Map:
+    """Return the map of consecutive stages on one group.
+
+    >>> in_a_row(5, 2)
+    (0, 0, 0, 1, 1)
+    """
+    return tuple(stage * num_groups // num_stages for stage in range(num_stages))
+
+
+def evened_out(loads: Sequence[float], num_groups: int) -> Map:
+    """Return the map that gives the heaviest stages first, each to the group with least so far.
+
+    >>> evened_out([3.0, 2.0, 2.0, 1.0], 2)
+    (0, 1, 1, 0)
+    """
+    held = [0.0] * num_groups
+    groups = [0] * len(loads)
+    for stage in sorted(range(len(loads)), key=lambda stage: (-loads[stage], stage)):
+        groups[stage] = min(range(num_groups), key=lambda group: (held[group], group))
+        held[groups[stage]] += loads[stage]
+    return renamed(groups)
+
+
+def renamed(groups: Sequence[int]) -> Map:
+    """Return the map with groups numbered as they are first met: groups are alike but for their links."""
+    numbers: dict[int, int] = {}
+    return tuple(numbers.setdefault(group, len(numbers)) for group in groups)
+
+
+def usual_maps(loads: Sequence[float], num_groups: int) -> list[Map]:
+    """Return the maps that a search starts with, each once: all there are of a few stages.
+
+    Args:
+        loads: by stage, its work.
+    """
+    count = len(loads)
+    if count <= FEW:
+        return [
+            each
+            for each in itertools.product(range(num_groups), repeat=count)
+            if each == renamed(each) and len(set(each)) == num_groups
+        ]
+    found = [
+        round_robin(count, num_groups),
+        back_and_forth(count, num_groups),
+        in_a_row(count, num_groups),
+        evened_out(loads, num_groups),
+    ]
+    return [each for each in dict.fromkeys(found) if len(set(each)) == num_groups]
 
 
 # Where a search for plans of shared ranks starts: interleaved stages, branches on the ranks of others, and both.
@@ -417,8 +480,12 @@ class _Setting:
     def __init__(self, request: PlanRequest, schedule: str, report: SearchReport) -> None:
         self.request, self.report, self._schedule = request, report, schedule
         self.costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
-        self.evaluator = SharedEvaluator(
-            request, self.costs, schedule=first_schedule(schedule), report=report
+        self.evaluator = PlanEvaluator(
+            request,
+            self.costs,
+            schedule=first_schedule(schedule),
+            fitter=fitter_for(request, self.costs),
+            report=report,
         )
         self._partitioners: dict[int, Partitioner] = {}
 
@@ -443,6 +510,11 @@ _Found = tuple[PipelinePlan, Start]
 """A plan with its time, and the start it has come from."""
 
 
+def _found(candidate: Candidate, start: Start) -> _Found:
+    assert candidate.plan is not None
+    return candidate.plan, dataclasses.replace(start, drafts=candidate.drafts)
+
+
 def _shortest_first(found: Iterable[_Found]) -> list[_Found]:
     return sorted(found, key=lambda each: each[0].iteration_us)
 
@@ -457,9 +529,16 @@ class _Search:
     def __init__(self, request: PlanRequest, plan: PipelinePlan, setting: _Setting) -> None:
         self._request, self._plan = request, plan
         self._costs, self._evaluator = setting.costs, setting.evaluator
-        self._evaluator.budget = BUDGET
         self._rules: BatchRules = batch_rules(request)
         self._partitioner = setting.partitioner(max(stage.local_batch_size for stage in plan.stages))
+        self._refiner = Refiner(
+            request,
+            setting.costs,
+            self._rules,
+            budget=BUDGET,
+            evaluator=setting.evaluator,
+            sets=self._partitioner.sets,
+        )
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
         self._numbers = (
             (NUM_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
@@ -477,21 +556,25 @@ class _Search:
         """Return the shortest plan found, named, and what to call it; None where none fits."""
         _, num_exact, num_improved, num_refined = self._numbers
         found = self._simulated_starts()
-        best: list[_Found] = []
+        exact: list[tuple[Candidate, Start]] = []
         for _, start in found[:num_exact]:
-            if not best:  # one of those that fit is taken, also where finding them has spent the budget
+            if not exact:  # one of those that fit is taken, also where finding them has spent the budget
                 self._evaluator.budget = max(self._evaluator.budget, 1)
-            plan = self._evaluator.evaluated(start.drafts, is_exact=True)
-            if plan is not None:
-                best.append((plan, start))
-        if not best:
+            candidate = self._refiner.placed(start.drafts)
+            if candidate is not None:
+                exact.append((candidate, start))
+        if not exact:
             return None
-        best = _shortest_first(best)
+        exact.sort(key=lambda each: each[0].score)
+        best = [_found(*each) for each in exact]
         for timed, start in [*found, *best]:
             size = max(draft.micro_batch_size for draft in start.drafts)
             self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), timed.iteration_us)
         share = self._evaluator.budget // num_improved
-        improved = [self._improved(plan, start, share) for plan, start in best[:num_improved]]
+        improved = []
+        for candidate, start in exact[:num_improved]:
+            least = self._evaluator.budget - share
+            improved.append(_found(self._refiner.improve(candidate, least=least), start))
         # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
         near = _shortest_first([*improved, *(found if self._is_small else best)])
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
@@ -553,119 +636,3 @@ class _Search:
             chosen += [start for _, _, start, _ in waiting if start.how == AS_PLANNED]
         chosen.sort(key=lambda start: start.how != AS_PLANNED)
         return chosen[:most]
-
-    # ---- moves -----------------------------------------------------------------------------------------------
-
-    def _improved(self, plan: PipelinePlan, start: Start, share: int) -> tuple[PipelinePlan, Start]:
-        """Return the plan reached by taking every move that is shorter, within a share of the budget."""
-        # What is compared roughly must be shorter exactly as well. Where nothing is left to spend the plan stays.
-        least = self._evaluator.budget - share
-        rough = self._evaluator.evaluated(start.drafts) or plan
-        is_improved = True
-        while is_improved:
-            is_improved = False
-            for changed in self._neighbours(plan, start.drafts):
-                if self._evaluator.budget <= least:
-                    return plan, start
-                found = self._evaluator.evaluated(changed, below_us=plan.iteration_us)
-                if found is None or found.iteration_us >= rough.iteration_us * (1 - ROUNDING):
-                    continue
-                exact = self._evaluator.evaluated(changed, below_us=plan.iteration_us, is_exact=True)
-                if exact is not None and exact.iteration_us < plan.iteration_us * (1 - ROUNDING):
-                    plan, rough, is_improved = exact, found, True
-                    start = dataclasses.replace(start, drafts=changed)
-                    break
-        return plan, start
-
-    def _neighbours(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield stages one move away, those that relieve the busiest ranks first."""
-        yield from self._merged(drafts)
-        yield from self._other_sizes(drafts)
-        yield from self._other_ranks(drafts)
-        yield from self._other_blocks(plan, drafts)
-
-    def _other_sizes(self, drafts: Drafts) -> Iterator[Drafts]:
-        for i, draft in enumerate(drafts):
-            for size in self._rules.sizes(draft.blocks, draft.degree):
-                if size != draft.micro_batch_size and 0.3 < size / draft.micro_batch_size < 4:
-                    yield (*drafts[:i], dataclasses.replace(draft, micro_batch_size=size), *drafts[i + 1 :])
-        for wish in self._rules.sizes_to_try:
-            changed = []
-            for draft in drafts:
-                wished = self._rules.micro_batch_size(draft.blocks, draft.degree, wish)
-                if wished is not None:
-                    changed.append(dataclasses.replace(draft, micro_batch_size=wished))
-            if len(changed) == len(drafts):
-                yield tuple(changed)
-
-    def _other_blocks(self, plan: PipelinePlan, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield what results when a boundary block of a stage, of the busiest ranks first, moves to another stage."""
-        busy = [0.0] * plan.num_ranks
-        for i, stage in enumerate(plan.stages):
-            for rank in stage.ranks:
-                busy[rank] += (stage.forward_us + stage.backward_us) * plan.num_micro_batches(i)
-        sets = self._partitioner.sets
-        masks = [sets.mask_of(draft.blocks) for draft in drafts]
-        order = sorted(range(len(drafts)), key=lambda i: -max(busy[rank] for rank in drafts[i].ranks or (0,)))
-        changes = itertools.chain.from_iterable(boundary_moves(sets, masks, i) for i in order)
-        if len(sets.names) <= FEW_BLOCKS:
-            merged = merged_and_cut(sets, masks, range(len(masks)))
-            changes = itertools.chain(changes, swaps(sets, masks), merged)
-        yield from filter(None, (self._with_blocks(drafts, changed) for changed in changes))
-
-    def _with_blocks(self, drafts: Drafts, masks: Sequence[int]) -> Drafts | None:
-        """Return the stages with other blocks; None where one of them may not have its micro-batch size any more."""
-        changed = []
-        for draft, mask in zip(drafts, masks, strict=True):
-            blocks = self._partitioner.sets.blocks(mask)
-            size = self._rules.micro_batch_size(blocks, draft.degree, draft.micro_batch_size)
-            if size is None:
-                return None
-            changed.append(dataclasses.replace(draft, blocks=blocks, micro_batch_size=size))
-        return tuple(changed)
-
-    def _other_ranks(self, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield what results when a stage moves to the ranks of others, or to all, and when two exchange theirs."""
-        everywhere = tuple(range(self._request.num_ranks))
-        used = {draft.ranks for draft in drafts if draft.ranks is not None}
-        places = sorted(used | ({everywhere} if self._request.colocate else set()))
-        groups = [places.index(draft.ranks) for draft in drafts if draft.ranks is not None]
-        changes = exchanged_stages(groups)
-        if (self._request.virtual_stages or 1) == 1:  # else every group keeps its number of stages
-            changes = itertools.chain(moved_stages(groups, len(places)), changes)
-        for changed in changes:
-            if len({rank for group in changed for rank in places[group]}) < len(everywhere):
-                continue  # all ranks are used
-            found = [self._on_ranks(d, places[group]) for d, group in zip(drafts, changed, strict=True)]
-            if None not in found:
-                yield tuple(draft for draft in found if draft is not None)
-
-    def _on_ranks(self, draft: StageDraft, ranks: tuple[int, ...]) -> StageDraft | None:
-        """Return a stage on other ranks; None where it has no micro-batch size there."""
-        if ranks == draft.ranks:
-            return draft
-        wishes = (draft.micro_batch_size, draft.micro_batch_size // draft.degree * len(ranks))
-        sizes = [self._rules.micro_batch_size(draft.blocks, len(ranks), wish) for wish in wishes]
-        size = next((size for size in sizes if size is not None), None)
-        if size is None:
-            return None
-        return dataclasses.replace(draft, ranks=ranks, degree=len(ranks), micro_batch_size=size)
-
-    def _merged(self, drafts: Drafts) -> Iterator[Drafts]:
-        """Yield what results when two stages on the same ranks become one, where their number is left open."""
-        request = self._request
-        if request.num_stages is not None or (request.virtual_stages or 1) > 1:
-            return
-        sets = self._partitioner.sets
-        for i, j in itertools.combinations(range(len(drafts)), 2):
-            if drafts[i].ranks != drafts[j].ranks:
-                continue
-            rest = [draft for number, draft in enumerate(drafts) if number not in (i, j)]
-            both = sets.mask_of(drafts[i].blocks) | sets.mask_of(drafts[j].blocks)
-            if not sets.is_acyclic([*(sets.mask_of(draft.blocks) for draft in rest), both]):
-                continue
-            for one in (drafts[i], drafts[j]):
-                size = self._rules.micro_batch_size(sets.blocks(both), one.degree, one.micro_batch_size)
-                if size is not None:
-                    joint = dataclasses.replace(one, blocks=sets.blocks(both), micro_batch_size=size)
-                    yield (*rest, joint)

@@ -1,1 +1,0 @@
-"""Plans whose ranks hold several stages: interleaved ones, and branches on the ranks of others."""

@@ -203,10 +203,11 @@ class GptRun:
             if ranks > 1:
                 num_bytes = 2.0 * size * LENGTH * self.width
                 message = costs.cluster.transfer_us(0, self.gpus // ranks, num_bytes)
-            data_ranks = range(0, self.tensor * degree, self.tensor)
+            everyone = range(self.tensor * degree)
+            price = costs.collectives(everyone[:: self.tensor], everyone).all_reduce
             for rank in {0, ranks - 1}:
                 held = costs.group_gradient_bytes([row for rows in stages[rank::ranks] for row in rows])
-                reduce = max(reduce, costs.all_reduce_us(held, data_ranks))
+                reduce = max(reduce, float(price.us(held)))
         micro_batches = self.batch // (size * degree)
         span = chain_us(forwards, ranks, micro_batches, backwards=backwards, message_us=message)
         return (span + reduce) / 1e6

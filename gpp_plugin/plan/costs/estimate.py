@@ -28,7 +28,6 @@ from gpp_plugin.ir.plan import (
     StageEdge,
     bytes_by_rank,
     cost_key,
-    forward_only_stages,
     stage_task_us,
 )
 from gpp_plugin.ir.schedule import TaskKind
@@ -44,8 +43,8 @@ from gpp_plugin.ir.step_cost import (
 )
 from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, EventKind, Timeline
-from gpp_plugin.plan.costs.collective_costs import collectives
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, us_per_sample
+from gpp_plugin.plan.costs.collective_costs import collectives, gather_times
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
@@ -324,7 +323,6 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     return predict_iteration_us(
         plan,
         cluster=costs.cluster,
-        forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reductions(plan),
     )
 

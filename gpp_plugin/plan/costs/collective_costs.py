@@ -111,6 +111,15 @@ def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = 
     )
 
 
+def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
+    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
+    return {
+        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
+        for index, stage in enumerate(plan.stages)
+        if stage.gathered_bytes
+    }
+
+
 class _Level(NamedTuple):
     """A level that divides a group of ranks: the groups of the level inside that it joins, by group of its own."""
 
@@ -238,12 +247,3 @@ def _scaled(
     least = min(latency for latency, _ in whole.lines)
     once = 1.0 if measured.latency_us is None or least == 0 else measured.latency_us / least
     return CollectiveCost(tuple((latency * once, per_byte * bytes_) for latency, per_byte in own.lines))
-
-
-def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
-    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
-    return {
-        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
-        for index, stage in enumerate(plan.stages)
-        if stage.gathered_bytes
-    }

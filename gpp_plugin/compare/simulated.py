@@ -210,7 +210,7 @@ def single_plan(request: PlanRequest) -> PipelinePlan:
 def best_stock(request: PlanRequest) -> PipelinePlan:
     """Return the quickest chain that stock DeepSpeed can run and hold, with the best that it may have.
 
-    That is any number of stages and loss unit that is left open, and ZeRO 1; layers are recomputed where nothing fits
+    That is any number of stages and loss unit that is left open, and ZeRO 0 or 1; layers are recomputed where nothing fits
     without. Where nothing fits at all it is the quickest.
 
     Raises:
@@ -234,9 +234,10 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         counts = [count for count in range(1, most + 1) if own.num_ranks % count == 0]
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
-    for count, unit in itertools.product(counts, loss_units(request)):
+    stages = (1, 0) if request.num_ranks > 1 else (0,)  # of ZeRO; its engine takes no others
+    for count, unit, stage in itertools.product(counts, loss_units(request), stages):
         try:
-            wanted = dataclasses.replace(own, num_stages=count, loss_unit=unit)
+            wanted = dataclasses.replace(own, num_stages=count, loss_unit=unit, zero_stage=stage)
             plans.append(make_plan(STOCK_PLANNER, wanted))
         except PlanInfeasible as error:
             problem = problem or error

@@ -66,6 +66,7 @@ def request_for(
         granularity=config.granularity,
         micro_batch_sizes=micro_batch_sizes or None,
         schedule=planning_schedule(config.schedule),
+        final_schedule=config.schedule,
         memory_limit_bytes=None if limit == "auto" else int(limit * 1e9),
         data_parallel=None if config.data_parallel == "auto" else config.data_parallel,
         zero_stage=zero_stage if isinstance(zero_stage, int) else 0,
@@ -106,7 +107,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
     wanted = [plan.zero_stage for plan in plain if plan.zero_stage == 0] or [first]
     wanted += [plan.zero_stage for plan in plain if plan.zero_stage not in wanted]
-    for stage in dict.fromkeys((*wanted, *others)):
+    for stage in dict.fromkeys((*wanted, *(stage for stage in others if stage > first))):
         if plans and stage not in wanted:
             break
         try:

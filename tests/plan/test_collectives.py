@@ -13,7 +13,7 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Link, MeasuredCollective
 from gpp_plugin.ir.plan import Stage
 from gpp_plugin.plan.cluster_files import cluster_names, describe_cluster, read_cluster
-from gpp_plugin.plan.costs.collective_costs import Collectives, collectives, stack_lines
+from gpp_plugin.plan.costs.collective_costs import CollectiveCosts, collectives, stack_lines
 from gpp_plugin.plan.costs.cost_model import CostModel
 from tests.plan.graphs import chain, make_cluster, make_profile, walked_us
 
@@ -147,7 +147,7 @@ def test_planners_without_ranks_price_what_the_placed_stage_takes(name):
                 assert found == pytest.approx(price.us(float(sizes[size])))
                 if sizes[size]:
                     assert found == pytest.approx((latency + sizes[size] * per_byte).min(axis=0)[0])
-    assert collectives(cluster, (3,)) == Collectives()
+    assert collectives(cluster, (3,)) == CollectiveCosts()
 
 
 def test_tensor_ranks_sum_by_the_quickest_algorithm_at_each_size():

@@ -215,8 +215,8 @@ def gathered_features(request: PlanRequest) -> PipelinePlan | None:
         for name in edge.tensors
     }
     gathered = sum(spec.bytes_for(unit) for spec in read.values())
-    # an all-gather of features there and a reduce-scatter of their gradients back are an all-reduce
-    half_us = costs.all_reduce_us(gathered, stage.ranks) / 2
+    # an all-gather of features there, and a reduce-scatter of their gradients back
+    half_us = float(costs.collectives(stage.ranks).gather.us(gathered))
     held = costs.group_saved_bytes(rows, unit) - costs.group_saved_bytes(rows, local) + gathered
     stage = dataclasses.replace(
         stage,

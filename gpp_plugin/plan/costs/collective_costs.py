@@ -41,6 +41,8 @@ from gpp_plugin.ir.cluster import Cluster, MeasuredCollective
 Line = tuple[float, float]
 """Microseconds of a message without bytes, and of a byte."""
 Floats = npt.NDArray[np.float64]
+SWITCH_GAIN = 1.1
+"""An all-reduce of this many times an all-gather's bus bandwidth is summed in a switch; rings differ by less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,7 @@ class CollectiveCost:
         )
 
 
-class Collectives(NamedTuple):
+class CollectiveCosts(NamedTuple):
     """What a group's all-reduce takes, and its all-gather, which is as long as its reduce-scatter."""
 
     all_reduce: CollectiveCost = CollectiveCost()
@@ -86,7 +88,7 @@ def stack_lines(costs: Sequence[CollectiveCost]) -> tuple[Floats, Floats]:
     return found[:, :, 0].T, found[:, :, 1].T
 
 
-def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = ()) -> Collectives:
+def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = ()) -> CollectiveCosts:
     """Return what collectives of ``ranks`` take.
 
     Args:
@@ -102,7 +104,7 @@ def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = 
         return described
     whole = _described(cluster, tuple(range(link.span)), frozenset(range(link.span)))
     half = (link.span - 1) / link.span
-    return Collectives(
+    return CollectiveCosts(
         _scaled(described.all_reduce, whole.all_reduce, link.all_reduce, 2 * half),
         _scaled(described.gather, whole.gather, link.all_gather, half),
     )
@@ -133,11 +135,11 @@ def _levels(cluster: Cluster, ranks: Sequence[int]) -> list[_Level]:
     return found
 
 
-def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -> Collectives:
+def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -> CollectiveCosts:
     """Return what the algorithms take, with the innermost level's figures as measured."""
     levels, n = _levels(cluster, ranks), len(ranks)
     if not levels:
-        return Collectives()
+        return CollectiveCosts()
     share = (n - 1) / n
     ring_us = gather_us = 0.0
     ring = gather = 0.0  # microseconds of a byte that every rank, or every node, sends
@@ -164,7 +166,7 @@ def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -
         lines.append((tree_us, tree))
     if has_switch:
         lines.append((switch_us, switch))
-    return Collectives(CollectiveCost(_useful(lines)), CollectiveCost(((gather_us, share * gather),)))
+    return CollectiveCosts(CollectiveCost(_useful(lines)), CollectiveCost(((gather_us, share * gather),)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +182,12 @@ class _Innermost:
 
     @classmethod
     def of(cls, cluster: Cluster) -> _Innermost:
-        # An all-reduce of more bus bandwidth than an all-gather has its sums made in a switch: of 8 ranks at 476 GB/s,
-        # S / 272 GB/s, in which a rank sends its S to the switch and an eighth of the sums back: 1.125 S at 306 GB/s.
+        # 8 ranks at 476 GB/s take S / 272 GB/s. If a switch makes the sums, a rank sends it its S and an eighth of the
+        # sums back meanwhile: 1.125 S at 306 GB/s.
         link = cluster.links[0]
         sum_, gather, n = link.all_reduce, link.all_gather, link.span
         rate = link.bytes_per_s if gather is None else gather.bytes_per_s
-        is_switch = sum_ is not None and sum_.bytes_per_s > rate and n > 1
+        is_switch = sum_ is not None and sum_.bytes_per_s > SWITCH_GAIN * rate and n > 1
         reduced = rate if sum_ is None or is_switch else sum_.bytes_per_s
         step = gather_step = link.latency_us
         if gather is not None and gather.latency_us is not None and n > 1:
@@ -213,16 +215,12 @@ def _bytes_per_s_out(cluster: Cluster, number: int, ranks: Sequence[int], beside
 
 
 def _useful(lines: Sequence[Line]) -> tuple[Line, ...]:
-    """Return the lines that no other one is below at every size."""
-    return tuple(
-        line
-        for i, line in enumerate(lines)
-        if not any(
-            a <= line[0] and b <= line[1] and (j < i or (a, b) != line)
-            for j, (a, b) in enumerate(lines)
-            if j != i
-        )
-    )
+    """Return the lines that no other one is below at every size, from the least latency on."""
+    found: list[Line] = []
+    for line in sorted(lines):
+        if not found or line[1] < found[-1][1]:
+            found.append(line)
+    return tuple(found)
 
 
 def _scaled(

@@ -31,7 +31,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
-from gpp_plugin.plan.costs.collective_costs import CollectiveCost, Collectives, collectives
+from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
@@ -182,7 +182,7 @@ class CostModel:
         self.tensor = tensor
         self._source = graph, profile
         self._at_tensor: dict[tuple[int, CollectiveCost], CostModel] = {}
-        self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], Collectives] = {}
+        self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
         self._sums = sum_times(graph, tensor, tensor_sum) if tensor_sum is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
@@ -418,7 +418,7 @@ class CostModel:
         """Return how many all-reduces of its gradients a stage's reductions in one mini-batch are worth."""
         return num_reductions(num_micro_batches, self.zero_stage)
 
-    def collectives(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> Collectives:
+    def collectives(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> CollectiveCosts:
         """Return what `collective_costs.collectives` does; each group's are worked out once."""
         key = tuple(ranks), tuple(beside)
         found = self._collectives.get(key)
@@ -568,10 +568,10 @@ class CostModel:
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
-                ranks = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
+                firsts = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
                 everyone = [rank for i in holders for rank in plan.stages[i].ranks]
                 tied.append(
-                    (tuple(holders), float(self.collectives(ranks, everyone).all_reduce.us(num_bytes)))
+                    (tuple(holders), float(self.collectives(firsts, everyone).all_reduce.us(num_bytes)))
                 )
         return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 

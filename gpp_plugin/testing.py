@@ -329,7 +329,7 @@ def _proved(
             plan, orders, forward_only_stages=frozen, reduce_each_backward=reduce_each_backward
         )
         validate_programs(plan, orders, programs)
-    predict_iteration_us(plan, forward_only_stages=frozen)
+    predict_iteration_us(plan, schedules=orders)
     return orders
 
 

@@ -92,7 +92,7 @@ def find_winner(case: Sequence[Any]) -> dict[str, Any]:
     request = dataclasses.replace(request, memory_optimization=("recompute",))
     bound, times = bound_us(request), dict[str, float]()
 
-    def take(make: Callable[[PlanRequest], PipelinePlan], **settings: int) -> None:
+    def take(make: Callable[[PlanRequest], PipelinePlan], **settings: Any) -> None:
         with contextlib.suppress(PlanError):
             plan = make(dataclasses.replace(request, **settings))
             kind = kind_of(plan)

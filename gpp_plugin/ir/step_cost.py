@@ -182,6 +182,7 @@ class StepCost:
         message_us: what messages between stages add; ``optimizer_us``: what optimizer steps add.
         start_up_us: until every stage has begun; in mode ``async`` what filling the pipeline adds, and ``drain_us``
             what draining it takes.
+        stage_us: by stage, what one of its ranks computes.
         ranks: memory, by rank.
     """
 
@@ -196,6 +197,7 @@ class StepCost:
     optimizer_us: Micros
     start_up_us: Micros
     drain_us: Micros = 0.0
+    stage_us: tuple[Micros, ...]
     ranks: tuple[RankBytes, ...]
 
     @property

@@ -21,7 +21,7 @@ from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.garbage import paused_collector
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, stages_behind
+from gpp_plugin.ir.plan import PipelinePlan, stages_behind
 from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -70,7 +70,6 @@ def choose_schedule(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     most_in_flight: Sequence[int] | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
     reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan`` with the schedule, k, in-flight counts and slices of the shortest predicted iteration.
@@ -83,16 +82,14 @@ def choose_schedule(
         slicing: as for `choose_slicing`, which has the last word on the best schedule.
         whole_stages: stages whose forwards must not run in halves (those with coupled blocks).
         most_in_flight: for each stage, the most micro-batches its memory holds; None is no limit.
-        cluster, durations, forward_only_stages, reduce_us: as for `simulate_plan`.
+        cluster, durations, reduce_us: as for `simulate_plan`.
 
     Raises:
         PlanError: no candidate fits ``most_in_flight``; the text says what the least one needs.
         ValueError: a schedule or ``slicing`` is unknown.
     """
     # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
-    context = Context(
-        cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
-    )
+    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us)
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
     name, chosen, time = _shortest(candidates, context, most_in_flight)
     chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
@@ -150,7 +147,6 @@ def choose_slicing(
     whole_stages: Collection[int] = (),
     cluster: Cluster | None = None,
     durations: Durations | None = None,
-    forward_only_stages: frozenset[int] = frozenset(),
     reduce_us: Mapping[int, float] | Reductions | None = None,
 ) -> PipelinePlan:
     """Return ``plan``, its schedules as they are, with `Stage.num_sliced` of the shortest predicted iteration.
@@ -160,15 +156,13 @@ def choose_slicing(
             whichever is shortest; ``on`` one of the first two; a number slices so many micro-batches;
             ``off`` slices nothing.
         whole_stages: stages whose forwards must not run in halves (those with coupled blocks).
-        cluster, durations, forward_only_stages, reduce_us: as for `simulate_plan`.
+        cluster, durations, reduce_us: as for `simulate_plan`.
 
     Raises:
         ScheduleError: the plan cannot run.
         ValueError: ``slicing`` is unknown.
     """
-    context = Context(
-        cluster=cluster, durations=durations, forward_only_stages=forward_only_stages, reduce_us=reduce_us
-    )
+    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us)
     plan = unsliced(plan)
     unsliced_us = predict_iteration_us(plan, **context)
     chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
@@ -190,7 +184,7 @@ def _choose_slicing(
     if slicing in ("off", 0):
         return plan, unsliced_us, ""
     variants = []
-    schedules = build_schedules(plan, forward_only_stages=context["forward_only_stages"])
+    schedules = build_schedules(plan)
     for joins_last, how in ((False, "halves sent singly"), (True, "last send joined")):
         sliced = slice_warm_up(
             plan,
@@ -447,7 +441,6 @@ class _Chooser:
                 if not coupled.isdisjoint(stage.blocks)
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
-            "forward_only_stages": forward_only_stages(plan),
             "reduce_us": costs.reductions(plan),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
@@ -586,12 +579,11 @@ def fitted_split(
         plan: its stages have ranks of their own; memory plans it has are made anew.
         fitter: makes stages fit; None: such plans are left out.
     """
-    forward_only = forward_only_stages(plan)
     plain = without_memory_plans(plan, costs)
     current = with_part_times(plain, costs)
     for _ in range(ROUNDS):
         try:
-            schedules = build_schedules(current, forward_only_stages=forward_only)
+            schedules = build_schedules(current)
         except (ScheduleError, PlanError) as error:
             logger.debug("split backwards: %s", error)
             return None

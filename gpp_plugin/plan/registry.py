@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.key_names import name_of
@@ -14,7 +15,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.plan.baselines.data_parallel import plain_plans, settled, zero_stages
+from gpp_plugin.plan.baselines.data_parallel import best_unit, plain_plans, settled, zero_stages
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
@@ -66,6 +67,7 @@ def request_for(
         granularity=config.granularity,
         micro_batch_sizes=micro_batch_sizes or None,
         schedule=planning_schedule(config.schedule),
+        final_schedule=config.schedule,
         memory_limit_bytes=None if limit == "auto" else int(limit * 1e9),
         data_parallel=None if config.data_parallel == "auto" else config.data_parallel,
         zero_stage=zero_stage if isinstance(zero_stage, int) else 0,
@@ -90,7 +92,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
 
     None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes as long as 0 and holds
     less, and under that of the best plain plan where it is another; under further ones where nothing fits. Loss units
-    are searched for plain plans alone.
+    are searched for plain plans alone; others have that of `best_unit`.
 
     Args:
         make: makes the finished plan, by planner ``name``, of a request that leaves neither open.
@@ -105,11 +107,12 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     def search(stage: int) -> None:
         nonlocal problem
         try:
-            closed = dataclasses.replace(request, zero_stage=stage, is_zero_open=False, is_unit_open=False)
-            plans.append(make(closed))
+            own = dataclasses.replace(request, zero_stage=stage)
+            plans.append(make(dataclasses.replace(own, loss_unit=best_unit(own), **closed)))
         except PlanInfeasible as error:
             problem = problem or error
 
+    closed: dict[str, Any] = {"is_zero_open": False, "is_unit_open": False}
     first, *others = zero_stages(request)
     search(first)
     plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []

@@ -43,6 +43,8 @@ class PlanRequest:
         micro_batch_sizes: stage or module-path prefix -> micro-batch size of the whole stage;
             ``*`` for all others; None where the planner chooses.
         schedule: ``1f1b`` or ``gpipe``.
+        final_schedule: the name of what the finished plan gets, under which planner ``auto`` compares the best ones;
+            None: under ``schedule``.
         memory_limit_bytes: what one rank may use, where less than its device has.
         data_parallel: degree of every stage, or None: the planner chooses.
         zero_stage: 0 to 3; what the ranks of a stage share out among themselves.
@@ -75,6 +77,7 @@ class PlanRequest:
     granularity: str = "layer"
     micro_batch_sizes: dict[str, int] | None = None
     schedule: str = "1f1b"
+    final_schedule: str | None = None
     memory_limit_bytes: int | None = None
     data_parallel: int | None = None
     zero_stage: int = 0

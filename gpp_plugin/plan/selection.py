@@ -321,7 +321,7 @@ def join_memory(
     return sorted(found, key=lambda candidate: candidate.score)
 
 
-def best_evaluated(
+def evaluated_plans(
     request: PlanRequest,
     costs: CostModel,
     candidates: Sequence[Candidate],
@@ -329,12 +329,12 @@ def best_evaluated(
     *,
     planner: str,
     notes: Mapping[tuple[StageDraft, ...], str] | None = None,
-) -> PipelinePlan | None:
-    """Return the candidate that fits and has the shortest simulated step; None where none fits.
+) -> list[PipelinePlan]:
+    """Return the plans of the candidates that fit, those with the shortest simulated step first.
 
     Ties go to the shallower plan, then to the earlier candidate.
     """
-    best: PipelinePlan | None = None
+    found: list[PipelinePlan] = []
     seen = set()
     for candidate in candidates:
         identity = frozenset(candidate.drafts)
@@ -349,10 +349,9 @@ def best_evaluated(
             plan = fitter.fitted(plan)
         if memory_excess(request, plan)[0] > 0:
             continue
-        plan = dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
-        if best is None or (plan.iteration_us, plan.depth) < (best.iteration_us * (1 - 1e-9), best.depth):
-            best = plan
-    return best
+        found.append(dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs)))
+    least = min((plan.iteration_us for plan in found), default=0.0)
+    return sorted(found, key=lambda plan: (max(plan.iteration_us, least * (1 + 1e-9)), plan.depth))
 
 
 NUM_WEIGHED = 48

@@ -211,9 +211,8 @@ def programs_of_plan(plan: PipelinePlan, *, validate: bool = True) -> tuple[Rank
     """
     # The parent validates once, before a process starts; each of its ranks lowers again, to the same
     # programs, without repeating the proof.
-    frozen = forward_only_stages(plan)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
-    programs = lower_schedules(plan, schedules, forward_only_stages=frozen)
+    schedules = build_schedules(plan)
+    programs = lower_schedules(plan, schedules)
     if validate:
         validate_programs(plan, schedules, programs)
     return programs
@@ -371,7 +370,6 @@ def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
         plan,
         cluster=cluster,
         durations=durations,
-        forward_only_stages=forward_only_stages(plan),
         reduce_us=times.reduce_us,
         # ranks of several stages agree once for all of them, and all ranks end together
         step_us=dict.fromkeys(range(1 if plan.shares_ranks else len(plan.stages)), times.step_us),
@@ -381,7 +379,7 @@ def _predict_one(plan: PipelinePlan, timeline: Timeline) -> float:
 def _task_graph(plan: PipelinePlan) -> TaskGraph:
     if plan.mode == "async":
         return drained_graph(plan)
-    return build_task_graph(plan, build_schedules(plan, forward_only_stages=forward_only_stages(plan)))
+    return build_task_graph(plan, build_schedules(plan))
 
 
 def fit_link(delays: Sequence[tuple[float, float]]) -> tuple[float, float]:
@@ -618,7 +616,7 @@ def rehearse_plan(
         delays_us = predict_drained_us(rehearsed)
     else:
         programs_of_plan(scaled)
-        delays_us = predict_iteration_us(scaled, forward_only_stages=forward_only_stages(scaled))
+        delays_us = predict_iteration_us(scaled)
     if settings.comm_timeout_s is None:  # several planned mini-batches
         timeout_s = max(LEAST_COMM_TIMEOUT_S, SLOWNESS * delays_us / 1e6)
         settings = dataclasses.replace(settings, comm_timeout_s=timeout_s)

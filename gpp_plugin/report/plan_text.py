@@ -8,7 +8,15 @@ from dataclasses import fields
 from typing import Any
 
 from gpp_plugin.ir.memory_report import MemoryCounts, MemoryReport, RankMemory
-from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, StageEdge, bytes_by_rank
+from gpp_plugin.ir.plan import (
+    MemoryBreakdown,
+    PipelinePlan,
+    Stage,
+    StageEdge,
+    bytes_by_rank,
+    forward_only_stages,
+    stage_compute_us,
+)
 from gpp_plugin.ir.serialize import to_plain
 from gpp_plugin.ir.step_cost import StepCost
 from gpp_plugin.plan.costs.long_context import LayerShape, OnPaper
@@ -120,7 +128,7 @@ def headline(plan: PipelinePlan) -> str:
 
 
 def format_cost(plan: PipelinePlan) -> str:
-    """Return two lines: what a step takes by what it goes into, and the rank with least room left."""
+    """Return two lines: a step by what takes its time, and the rank with least room left."""
     cost = plan.cost
     if cost is None:
         return "" if not plan.iteration_us else NO_COST
@@ -129,10 +137,14 @@ def format_cost(plan: PipelinePlan) -> str:
     for name, us in cost.parts.items():
         beside = f" and {format_ms(hidden[name])} beside tasks" if name in hidden else ""
         parts += [f"{name} {format_ms(us)}{beside}"] if us >= SHOWN_US or beside else []
-    what = "a mini-batch while the pipeline is full" if plan.mode == "async" else "a step"
-    drain = f", {format_ms(cost.drain_us)} to drain it" if plan.mode == "async" else ""
-    start = f"{format_ms(cost.start_up_us)} ms until every stage has begun{drain}"
-    step = f"{what} of {format_ms(cost.step_us)} ms on {cost_cluster(cost)}: {', '.join(parts)}; {start}"
+    takes = f"takes {format_ms(cost.step_us)} ms on {cost_cluster(cost)}"
+    start = f"{format_ms(cost.start_up_us)} ms"
+    if plan.mode == "async":
+        takes = f"a mini-batch {takes} while the pipeline is full"
+        start = f"{start} more to fill it, {format_ms(cost.drain_us)} ms to drain it"
+    else:
+        takes, start = f"a step {takes}", f"{start} until every stage has begun"
+    step = f"{takes}: {', '.join(parts)}; {start}"
     full = cost.fullest
     room = f" of {format_bytes(full.limit)}" if full.limit else ""
     over = "" if full.fits else f", {format_bytes(full.peak - full.limit)} too much"
@@ -300,12 +312,8 @@ def format_ranks(stage: Stage) -> str:
 
 
 def stage_loads_us(plan: PipelinePlan) -> list[float]:
-    """Return the predicted compute microseconds of one rank of each stage in one mini-batch."""
-    # 4 micro-batches of 1 ms forward and 2 ms back are 12 ms a rank: a step cannot be shorter than the largest of these
-    return [
-        (stage.forward_us + stage.backward_us) * plan.num_micro_batches(index)
-        for index, stage in enumerate(plan.stages)
-    ]
+    """Return `stage_compute_us` of each stage: a step cannot be shorter than the largest of these."""
+    return [stage_compute_us(plan, index) for index in range(len(plan.stages))]
 
 
 def stage_rows(plan: PipelinePlan) -> list[dict[str, Any]]:
@@ -322,6 +330,7 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
     header = ["stage", "ranks", "micro-batches", "in flight", "fwd ms", "bwd ms", "load", "memory", "blocks"]
     # a column of its own only where some stage runs on something else than torch
     has_backends = any(stage.runs_on for stage in plan.stages)
+    frozen = forward_only_stages(plan)
     header += ["runs on"] if has_backends else []
     rows = []
     for index, (stage, load) in enumerate(zip(plan.stages, loads, strict=True)):
@@ -333,7 +342,7 @@ def stage_table(plan: PipelinePlan) -> tuple[list[str], list[list[str]]]:
                 f"{plan.num_micro_batches(index)} x {stage.micro_batch_size}",
                 str(stage.in_flight),
                 format_ms(stage.forward_us) if known else "-",
-                format_ms(stage.backward_us) if known else "-",
+                format_ms(stage.backward_us) if known and index not in frozen else "-",
                 f"{100 * load / busiest:.0f} %" if known else "-",
                 format_bytes(stage.memory_bytes) if stage.memory_bytes else "-",
                 str(len(stage.blocks)),

@@ -82,14 +82,13 @@ def make_programs(
         programs = lower_schedules(lowered, schedules, training=False, presence=presence)
     else:
         _refuse_coupled_halves(plan, reference.block_graph)
-        frozen = forward_only_stages(plan)
         tied = {stage for stages in tied_stages(plan, reference).values() for stage in stages}
-        schedules = build_schedules(plan, forward_only_stages=frozen)
+        schedules = build_schedules(plan)
         programs = lower_schedules(
             lowered,
             schedules,
             tied_stages=tuple(sorted(tied)),
-            forward_only_stages=frozen,
+            forward_only_stages=forward_only_stages(plan),
             reduce_each_backward=reduce_each_backward,
             presence=presence,
         )

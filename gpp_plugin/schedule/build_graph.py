@@ -373,7 +373,7 @@ def _present_part(
 
 def lengthened(plan: PipelinePlan, num_mini_batches: int) -> PipelinePlan:
     """Return ``plan`` with the samples of so many mini-batches as one mini-batch."""
-    return dataclasses.replace(plan, mini_batch=plan.mini_batch * num_mini_batches)
+    return dataclasses.replace(plan, mini_batch=plan.mini_batch * num_mini_batches, cost=None)
 
 
 def part_durations(graph: TaskGraph, *, update_us: Callable[[int], float] = lambda stage: 0.0) -> list[float]:

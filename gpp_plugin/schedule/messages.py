@@ -25,9 +25,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
-from gpp_plugin.ir.schedule import StageSchedule, TaskKind
+from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import SampleRange
 
 Overlap = tuple[int, int, int, int, bool, int | None, int | None]
@@ -295,3 +295,34 @@ def _task_of(stage: Stage, part: int, tensor_position: int) -> tuple[int, int]:
     """Return the micro-batch and the rank that has a part at a tensor position."""
     micro_batch, position = divmod(part, stage.degree)
     return micro_batch, stage.ranks[position * stage.tensor + tensor_position]
+
+
+def messages_read(program: RankProgram) -> dict[Task, list[Message]]:
+    """Return the messages that each task of a program is the first to read."""
+    reads = {}
+    for stage in program.stages:
+        part = program.of_stage(stage)
+        received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
+        for message in part.messages(InstructionKind.RECEIVE):
+            received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
+        for task in part.tasks:
+            if task.kind is not TaskKind.WEIGHT_GRADIENT:
+                direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
+                reads[task] = received[direction, task.micro_batch, task.half]
+    return reads
+
+
+def messages_held_back_by(plan: PipelinePlan, program: RankProgram) -> dict[Task, list[Message]]:
+    """Return by forward of a stage without backwards the messages that must have been read before it runs.
+
+    Of micro-batch m + k, with k in flight, what was sent of m; other stages are held back by their backwards.
+    """
+    found: dict[Task, list[Message]] = {}
+    for part in map(program.of_stage, forward_only_stages(plan).intersection(program.stages)):
+        firsts = [task for task in part.tasks if task.half != 1]
+        held = plan.stages[part.stage].in_flight
+        later = {task.micro_batch: after for task, after in zip(firsts, firsts[held:], strict=False)}
+        for message in part.messages(InstructionKind.SEND):
+            if message.src_micro_batch in later:
+                found.setdefault(later[message.src_micro_batch], []).append(message)
+    return found

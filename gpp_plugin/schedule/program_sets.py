@@ -467,7 +467,7 @@ def prefetch_graphs(plan: PipelinePlan) -> dict[str, TaskGraph]:
     """Return the tasks and messages of each part, without what ends a mini-batch: of two mini-batches in a row."""
     branch = frozen_branch(plan)
     counts = [plan.num_micro_batches(stage) for stage in range(len(plan.stages))]
-    schedules = build_schedules(plan, forward_only_stages=forward_only_stages(plan))
+    schedules = build_schedules(plan)
     full = build_task_graph(lengthened(plan, 2), _repeated(plan, schedules, 2), is_merged=False)
 
     def cut(*, is_branch_in: bool, are_others_in: bool, is_merged: bool = True) -> TaskGraph:
@@ -546,7 +546,7 @@ def _key(graph: TaskGraph, node: int) -> tuple[Task, int]:
 
 def repeated_schedules(plan: PipelinePlan, num_mini_batches: int) -> tuple[StageSchedule, ...]:
     """Return the order of every stage in so many mini-batches, one behind the other; the branch is not held back."""
-    schedules = build_schedules(plan, forward_only_stages=forward_only_stages(plan))
+    schedules = build_schedules(plan)
     return _repeated(plan, schedules, num_mini_batches)
 
 

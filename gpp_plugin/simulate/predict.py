@@ -45,7 +45,7 @@ from gpp_plugin.schedule.event_loop import (
 from gpp_plugin.schedule.gathers import stages_that_reduce_early
 from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.schedule.messages import message_bytes
+from gpp_plugin.schedule.messages import message_bytes, messages_held_back_by, messages_read
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
 from gpp_plugin.schedule.task_graph import TaskGraph
@@ -66,7 +66,6 @@ def simulate_plan(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
@@ -77,7 +76,6 @@ def simulate_plan(
         cluster: links; without one messages take no time.
         durations: microseconds of each task; the plan's `Stage.forward_us` and `backward_us` by default.
         schedules: task orders; those the plan names by default.
-        forward_only_stages: as of `build_schedules`.
         share_links: messages of one rank take turns on its link; else each has the full bandwidth.
         reduce_us: what stages reduce, and when (`reductions`); a number of a stage is a sum behind its ranks' tasks,
             which starts on all of them together.
@@ -93,11 +91,10 @@ def simulate_plan(
     #   stage 0  |0F0 |    .    .    .    |0B0 |reduce   |
     #   link     .    |act.|    .    |grad|    .    .
     #   stage 1  .    .    |1F0 |1B0 |    .    .    .
-    graph, times, collectives = _run(
-        plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
-    )
+    graph, times, between, behind = _run(plan, cluster, durations, schedules, share_links, reduce_us, step_us)
     with paused_collector():  # it would walk millions of new events again and again: they hold no circles
-        events = _task_events(graph, times) + collectives + _message_events(graph, times)
+        events = _task_events(graph, times) + ([] if between is None else between.events(times))
+        events += behind + _message_events(graph, times)
     return Timeline(source="predicted", plan=fingerprint(plan), events=tuple(events))
 
 
@@ -107,18 +104,15 @@ def predict_iteration_us(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     schedules: Sequence[StageSchedule] | None = None,
-    forward_only_stages: frozenset[int] | None = None,
     share_links: bool = True,
     reduce_us: Mapping[int, float] | Reductions | None = None,
     step_us: Mapping[int, float] | None = None,
 ) -> float:
     """Return only the time of one mini-batch, as `simulate_plan` predicts it, without making events of tasks."""
-    graph, times, collectives = _run(
-        plan, cluster, durations, schedules, forward_only_stages, share_links, reduce_us, step_us
-    )
-    begin = min([*times.start, *(event.start_us for event in collectives)], default=0.0)
+    graph, times, between, behind = _run(plan, cluster, durations, schedules, share_links, reduce_us, step_us)
+    begin = 0.0 if between is not None else min(times.start, default=0.0)  # where ranks gather first
     ends = _rank_ends(graph, times).values()
-    return max([*ends, *(event.end_us for event in collectives)], default=0.0) - begin
+    return max([*ends, *(event.end_us for event in behind)], default=0.0) - begin
 
 
 def _run(
@@ -126,15 +120,14 @@ def _run(
     cluster: Cluster | None,
     durations: Durations | None,
     schedules: Sequence[StageSchedule] | None,
-    forward_only_stages: frozenset[int] | None,
     share_links: bool,
     reduce_us: Mapping[int, float] | Reductions | None,
     step_us: Mapping[int, float] | None,
-) -> tuple[TaskGraph, TaskTimes, list[Event]]:
-    """Return the tasks, their times, and the events of what stages reduce and of their steps."""
+) -> tuple[TaskGraph, TaskTimes, BetweenTasks | None, list[Event]]:
+    """Return the tasks, their times, what ranks wait for between them, and the events behind them."""
     reductions = reductions_of(plan, reduce_us)
     if schedules is None:
-        schedules = build_schedules(plan, forward_only_stages=forward_only_stages)
+        schedules = build_schedules(plan)
     graph = build_task_graph(plan, schedules)
     each_us = task_durations(graph, durations)
     between = BetweenTasks.of(graph, each_us, reductions)
@@ -145,11 +138,10 @@ def _run(
         share_links=share_links,
         waits_us=None if between is None else between.waits_us,
     )
-    events = [] if between is None else between.events(times)
     ends = _rank_ends(graph, times)
-    events += sum_events(plan, ends, reductions, last_backwards(graph, times, reductions))
+    events = sum_events(plan, ends, reductions, last_backwards(graph, times, reductions))
     events += step_events(plan, ends_behind(ends, events), reductions, step_us or {})
-    return graph, times, events
+    return graph, times, between, events
 
 
 def _rank_ends(graph: TaskGraph, times: TaskTimes) -> dict[int, float]:
@@ -241,10 +233,9 @@ def predict_prefetch(plan: PipelinePlan, *, cluster: Cluster | None = None) -> P
         return None
     part = prefetch_graphs(plan)["steady"]
     times = run_task_graph(part, part_durations(part), transfers=message_transfers(part, cluster))
-    frozen = forward_only_stages(plan)
     return PrefetchPrediction(
         stages=tuple(plan.stages[index].name for index in sorted(branch)),
-        whole_us=predict_iteration_us(plan, cluster=cluster, forward_only_stages=frozen),
+        whole_us=predict_iteration_us(plan, cluster=cluster),
         steady_us=max(times.end),
     )
 
@@ -423,18 +414,17 @@ def simulate_step(
     Raises:
         ScheduleError, PlanError: as of `simulate_plan`.
     """
-    frozen = forward_only_stages(plan)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
+    schedules = build_schedules(plan)
     programs: tuple[RankProgram, ...] = ()
     if reductions.has_early or reductions.is_between_tasks:
         each = any(own.each_us for own in reductions.stages)
-        programs = lower_schedules(plan, schedules, forward_only_stages=frozen, reduce_each_backward=each)
+        programs = lower_schedules(plan, schedules, reduce_each_backward=each)
     if reductions.is_between_tasks:
         return simulate_programs(plan, programs, cluster=cluster, reduce_us=reductions, step_us=step_us)
     if reductions.has_early:
         reductions = reductions.with_early(stages_that_reduce_early(plan, programs))
     times: dict[str, Any] = {"cluster": cluster, "reduce_us": reductions, "step_us": step_us}
-    return simulate_plan(plan, schedules=schedules, forward_only_stages=frozen, **times)
+    return simulate_plan(plan, schedules=schedules, **times)
 
 
 class _Gather(NamedTuple):
@@ -444,7 +434,13 @@ class _Gather(NamedTuple):
     number: int
 
 
-_Awaited = Message | _Gather
+class _Read(NamedTuple):
+    """The end of the task that reads a message: what a stage without backwards is held back by."""
+
+    message: Message
+
+
+_Awaited = Message | _Gather | _Read
 
 
 class _ProgramRun:
@@ -484,7 +480,8 @@ class _ProgramRun:
         # tasks reads.
         self._position = dict.fromkeys(self._programs, 0)
         self._missing: dict[int, set[_Awaited]] = {rank: set() for rank in self._programs}
-        self._reads = {rank: _messages_read(program) for rank, program in self._programs.items()}
+        self._reads = {rank: messages_read(program) for rank, program in self._programs.items()}
+        self._holds = {rank: messages_held_back_by(plan, program) for rank, program in self._programs.items()}
         # Of each message: how many of its ends are posted, its bytes, and when it left, in us.
         self._posted: dict[Message, int] = {}
         self._bytes: dict[Message, float] = {}
@@ -502,7 +499,7 @@ class _ProgramRun:
         self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
         self._waiting: dict[tuple[int, ...], list[int]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
-        self._heap: list[tuple[float, int, int, int | _Awaited]] = []
+        self._heap: list[tuple[float, int, int, int | Message | _Gather]] = []
         self._num_pushed = 0
 
     def run(self) -> None:
@@ -512,6 +509,7 @@ class _ProgramRun:
         while self._heap:
             now, step, _, what = heapq.heappop(self._heap)
             if isinstance(what, int):
+                self._let_go(what, now)
                 self._position[what] += 1
                 self._advance(what, now)
             elif isinstance(what, _Gather):
@@ -533,7 +531,7 @@ class _ProgramRun:
                 "lower the schedules anew\n" + program_grid(self._programs.values(), positions=stuck)
             )
 
-    def _push(self, time: float, step: int, what: int | _Awaited) -> None:
+    def _push(self, time: float, step: int, what: int | Message | _Gather) -> None:
         heapq.heappush(self._heap, (time, step, self._num_pushed, what))
         self._num_pushed += 1
 
@@ -566,7 +564,22 @@ class _ProgramRun:
     def _awaited(self, rank: int, task: Task) -> list[_Awaited]:
         """Return what a task waits for: the messages it reads, and the gather of its stage's parameters."""
         begun = self._gathering.get((rank, task.stage))
-        return [*self._reads[rank].get(task, []), *(() if begun is None else (begun,))]
+        held = map(_Read, self._holds[rank].get(task, []))
+        return [*self._reads[rank].get(task, []), *(() if begun is None else (begun,)), *held]
+
+    def _let_go(self, rank: int, now: float) -> None:
+        """A rank's task has ended, if it is one: stages without backwards that wait for what it read go on."""
+        task = self._programs[rank].instructions[self._position[rank]].task
+        for message in () if task is None else self._reads[rank].get(task, ()):
+            self._arrived.add(_Read(message))
+            self._found(_Read(message), message.src_rank, now)
+
+    def _found(self, awaited: _Awaited, rank: int, now: float) -> None:
+        """What a rank may wait for is there."""
+        if awaited in self._missing[rank]:
+            self._missing[rank].remove(awaited)
+            if not self._missing[rank]:
+                self._advance(rank, now)
 
     def _compute(self, program: RankProgram, task: Task, now: float) -> None:
         """Run the task when the last of its tensor ranks has come to it, as long as the slowest takes."""
@@ -675,25 +688,7 @@ class _ProgramRun:
         """The parameters are there: tasks of the stage that wait for them go on."""
         self._arrived.add(gather)
         for rank in self._plan.stages[gather.stage].ranks:
-            if gather in self._missing[rank]:
-                self._missing[rank].remove(gather)
-                if not self._missing[rank]:
-                    self._advance(rank, now)
+            self._found(gather, rank, now)
 
     def _note(self, rank: int, stage: int, kind: EventKind, start: float, end: float, **more: Any) -> None:
         self.events.append(Event(rank=rank, stage=stage, kind=kind, start_us=start, end_us=end, **more))
-
-
-def _messages_read(program: RankProgram) -> dict[Task, list[Message]]:
-    """Return the messages that each task of a program is the first to read."""
-    reads = {}
-    for stage in program.stages:
-        part = program.of_stage(stage)
-        received: dict[tuple[Direction, int, int | None], list[Message]] = defaultdict(list)
-        for message in part.messages(InstructionKind.RECEIVE):
-            received[message.direction, message.dst_micro_batch, message.dst_half].append(message)
-        for task in part.tasks:
-            if task.kind is not TaskKind.WEIGHT_GRADIENT:
-                direction = Direction.ACTIVATION if task.kind is TaskKind.FORWARD else Direction.GRADIENT
-                reads[task] = received[direction, task.micro_batch, task.half]
-    return reads

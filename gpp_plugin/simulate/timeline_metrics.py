@@ -17,7 +17,7 @@ from statistics import median
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, stage_compute_us
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, LAST_KINDS, Event, EventKind, Timeline
 from gpp_plugin.schedule.messages import gradient_kinds
@@ -538,13 +538,7 @@ def times_of_ranks(plan: PipelinePlan, measured_us: Mapping[int, float]) -> dict
     # A stage is slow where even the quickest of its ranks is: one slow replica makes no stragglers of the others.
     measured = {rank: us for rank, us in measured_us.items() if us > 0.0}
     stages = {rank: plan.stages_of_rank(rank) for rank in measured}
-    planned = {
-        rank: sum(
-            plan.num_micro_batches(index) * (plan.stages[index].forward_us + plan.stages[index].backward_us)
-            for index in own
-        )
-        for rank, own in stages.items()
-    }
+    planned = {rank: sum(stage_compute_us(plan, index) for index in own) for rank, own in stages.items()}
     ratios = {rank: measured[rank] / planned[rank] for rank in measured if planned[rank] > 0.0}
     found = {}
     for rank, own in stages.items():

@@ -66,6 +66,27 @@ def test_each_disagreement_is_refused_on_all_ranks() -> None:
     assert len({said[rank]["lr"] for rank in range(3)}) == 1
 
 
+class Broken(dict[str, Any]):
+    """A configuration that cannot be read."""
+
+    def items(self) -> Any:
+        raise KeyError("a secret of the script's")
+
+
+def read_a_broken_one() -> str:
+    config = config_of(block={"comm_timeout_s": 20, "stages": 2})
+    model, make_batch = build("two_branch")
+    if dist.get_rank() == 1:
+        config["optimizer"] = Broken(config["optimizer"])
+    return said_of(functools.partial(make_engine, model, make_batch(B, 0), config))
+
+
+def test_what_fails_on_one_rank_before_it_has_joined_fails_on_all() -> None:
+    first, second = run_kept_ranks(read_a_broken_one, 2)
+    assert "a secret of the script's" in first and "rank 1 failed before it joined the others" in first, first
+    assert second.startswith("KeyError"), second
+
+
 def test_a_checksum_is_of_all_of_a_small_tensor_and_of_runs_of_a_large_one() -> None:
     small = torch.zeros(1000)
     other = small.clone()

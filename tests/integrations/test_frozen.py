@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from gpp_plugin.ir.plan import forward_only_stages
+from gpp_plugin.simulate.predict import simulate_plan
 from tests.integrations import frozen_jobs
 from tests.integrations.engine_jobs import check_training
 from tests.ranks import run_kept_ranks
@@ -73,7 +75,11 @@ def test_what_is_frozen_costs_nothing(answers: dict[str, list[dict[str, Any]]], 
         if not any(edge.gradient_tensors for edge in plan.edges if edge.src == i)
         and i not in plan.loss_stages()
     }
-    for answer in answers[name]:
+    assert frozen == forward_only_stages(plan)
+    predicted = [e for e in simulate_plan(plan).events if e.task is not None]
+    for rank, answer in enumerate(answers[name]):
+        in_prediction = dict.fromkeys(e.task.kind.value for e in predicted if e.task and e.rank == rank)
+        assert answer["kinds"] == "".join(in_prediction), "ranks run what planners and the simulator count"
         index = plan.stage_index(answer["stage"].name)
         is_frozen = index in frozen
         assert answer["kinds"] == ("F" if is_frozen else "FB")

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from gpp_plugin.ir.memory_report import COUNTED
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, cost_key
 from gpp_plugin.plan.costs.memory_formula import expected_counts
 from gpp_plugin.report.plan_text import format_memory_report
 from tests.integrations.engine_jobs import (
@@ -198,6 +198,9 @@ def test_what_is_planned_is_what_happens(answers: Answers, name: str) -> None:
     first, second = answers[name]
     assert first["report"] == second["report"]
     assert first["report"].measure == COUNTED and first["report"].differences == ()
+    plan = first["plan"]  # `engine.plan` has the ledger that commands print
+    assert plan.cost.plan == cost_key(plan) and plan.cost.step_us == plan.iteration_us
+    assert [rank.predicted.total for rank in first["report"].ranks] == [held.held for held in plan.cost.ranks]
     for rank in first["report"].ranks:
         expected = expected_counts(first["plan"], rank.rank)
         assert expected is not None and rank.counts is not None and rank.predicted is not None

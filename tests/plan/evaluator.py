@@ -50,18 +50,27 @@ def is_trained(plan, index):
 
 
 class Evaluation:
-    """The step of one plan: when each run starts and ends, and what each rank holds at its peak."""
+    """The step of one plan: when each run starts and ends, and what each rank holds at its peak.
 
-    def __init__(self, plan, programs, cluster):
-        self.plan, self.cluster = plan, cluster
+    Stages have nothing to sum: gradients are reduced nowhere. Then all ranks step.
+    """
+
+    def __init__(self, plan, programs, cluster, profile, zero_stage):
+        self.plan, self.cluster, self.profile, self.zero_stage = plan, cluster, profile, zero_stage
         self.orders = orders_of(programs)
         self._ran = {(rank, task) for rank, order in self.orders.items() for task in order}
         self.messages = {}
         for number in range(len(plan["edges"])):
             self._add_messages(number)
         self.times = self._play()
-        begun = [start for start, _ in self.times.values()]
-        self.step_us = max(end for _, end in self.times.values()) - min(begun)
+        begun, ended = zip(*self.times.values(), strict=True)
+        self.step_us = max(ended) - min(begun) + max(map(self._update_us, self.orders))
+
+    def _update_us(self, rank):
+        """Return what a rank's optimizer takes: state and gradients of its stages are read, what is new is written."""
+        stages = [i for i, stage in enumerate(self.plan["stages"]) if rank in stage["ranks"]]
+        moved = 2 * sum(self._stage_bytes(index)["stepped"] for index in stages)
+        return moved / self.cluster["devices"][rank]["memory_bytes_per_s"] * 1e6
 
     # ---- who sends what to whom
 
@@ -201,12 +210,12 @@ class Evaluation:
 
     # ---- what ranks hold
 
-    def peaks(self, profile, zero_stage):
+    def peaks(self):
         """Return by rank the most bytes it holds, messages left out."""
         changes = defaultdict(list)
         for (rank, task), (start, end) in self.times.items():
             index, kind, micro_batch, half = task
-            held = self._stage_bytes(index, profile, zero_stage)
+            held = self._stage_bytes(index)
             if kind == "F" and half != 1 and is_trained(self.plan, index):
                 changes[rank].append((start, 1, held["saved"]))
             if kind in "BW":
@@ -219,15 +228,15 @@ class Evaluation:
         found = {}
         for rank, own in changes.items():
             stages = {task[0] for task in self.orders[rank]}
-            most = now = sum(self._stage_bytes(index, profile, zero_stage)["always"] for index in stages)
+            most = now = sum(self._stage_bytes(index)["always"] for index in stages)
             for _, _, change in sorted(own):
                 now += change
                 most = max(most, now)
             found[rank] = most
         return found
 
-    def _stage_bytes(self, index, profile, zero_stage):
-        stage = self.plan["stages"][index]
+    def _stage_bytes(self, index):
+        profile, zero_stage, stage = self.profile, self.zero_stage, self.plan["stages"][index]
         degree, blocks = len(stage["ranks"]), set(stage["blocks"])
         local = stage["micro_batch_size"] // degree
         costs = [cost for cost in profile["costs"] if cost["block"] in blocks]
@@ -253,8 +262,9 @@ class Evaluation:
         always = weights / (degree if zero_stage == 3 else 1)
         running += weights - always
         always += gradients / (degree if zero_stage >= 2 else 1) + state / (degree if zero_stage >= 1 else 1)
+        stepped = (gradients + state) / (degree if zero_stage >= 1 else 1)
         for entry in profile["inputs"]:
             if blocks & set(entry["blocks"]):
                 always += entry["bytes"] / (degree if entry["is_shared_out"] else 1)
         pending = sum(cost["pending_bytes_per_sample"] for cost in costs) * local
-        return {"always": always, "saved": saved, "running": running, "pending": pending}
+        return {"always": always, "saved": saved, "running": running, "pending": pending, "stepped": stepped}

@@ -237,12 +237,17 @@ def walked_us(
     return min(ring, depth + bytes_)
 
 
-def uneven_request(seed: int, *, ranks: int = 8, **changes: object) -> PlanRequest:
+def uneven_request(
+    seed: int, *, ranks: int = 8, adapters: int | None = None, **changes: object
+) -> PlanRequest:
     """Return a request no two of whose numbers are alike, so that what is mixed up, left out or added twice shows.
 
     Seven blocks in a row with skips: times that do not grow in proportion, gradients of unequal shares, edges of one to
     three tensors (without a gradient, without samples), parameters tied between unlike blocks, storages kept by
     several, transients and pending bytes that differ, blocks that tensor ranks divide or do not, three levels of links.
+
+    Args:
+        adapters: of a node of four ranks.
     """
     rng = random.Random(seed)
     names = [f"b{i}" for i in range(7)]
@@ -353,8 +358,12 @@ def uneven_request(seed: int, *, ranks: int = 8, **changes: object) -> PlanReque
         name="three levels",
         devices=tuple(devices),
         links=tuple(
-            Link(name=f"span {span}", span=span, bytes_per_s=rate, latency_us=us)
-            for span, rate, us in ((2, 4e9, 1.0), (4, 1e9, 3.0), (8, 2e8, 11.0))
+            Link(name=f"span {span}", span=span, bytes_per_s=rate, latency_us=us, adapters=shared)
+            for span, rate, us, shared in (
+                (2, 4e9, 1.0, None),
+                (4, 1e9, 3.0, None),
+                (8, 2e8, 11.0, adapters),
+            )
         ),
     )
     return make_request(graph, profile, **{"cluster": cluster, "num_ranks": ranks, **changes})

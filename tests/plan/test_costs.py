@@ -8,7 +8,8 @@ import itertools
 import pytest
 
 from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times
+from gpp_plugin.plan.costs.collective_costs import gather_times
+from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us
 from gpp_plugin.plan.costs.memory_formula import complete_plan, memory_breakdown
 from gpp_plugin.plan.graphpipe.intervals import interval_bytes
@@ -157,10 +158,11 @@ def test_memory_is_the_same_to_planners_reports_and_the_validator(way, seed, zer
                 assert part.total == pytest.approx(stage.memory_bytes - less + index * waiting, abs=9)
 
 
-@pytest.mark.parametrize("zero", [0, 2, 3])
+@pytest.mark.parametrize("adapters", [None, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
 @pytest.mark.parametrize(("way", "seed"), CASES)
-def test_reductions_with_ties_between_unlike_stages(way, seed, zero):
-    request, costs, plan = planned(way, seed, zero_stage=zero)
+def test_reductions_with_ties_between_unlike_stages(way, seed, zero, adapters):
+    request, costs, plan = planned(way, seed, zero_stage=zero, adapters=adapters)
     by_name, sharding = request.profile.by_block(), {each.block: each for each in request.graph.sharding}
 
     def trained(name: str, tensor: int) -> float:

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from gpp_plugin.api import make_request as make_planning_request
 from gpp_plugin.api import plan_for
 from gpp_plugin.commands.plan_command import format_against
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK
@@ -178,3 +179,27 @@ def test_the_best_chain_may_be_plain_too():
     request = drawn(2, is_zero_open=True)
     row = simulate_mode(CHAIN, request, plan_for)
     assert row["iteration_ms"] <= plain_plans(request)[0].iteration_us / 1e3 * (1 + 1e-9)
+
+
+CASES = [
+    ("t5-large", 16), ("t5-large", 64), ("whisper-large", 64), ("clip-l14", 64), ("llava-7b", 8), ("llava-7b", 64),
+    ("gpt2-1.3b", 32), ("mmt", 8),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "devices"), CASES)
+def test_on_many_gpus_no_plan_is_slower_than_plain_data_parallelism(model, devices):
+    """Cases in which plain data parallelism, costed by hand, beat plans that were called quicker than stock."""
+    ways = {"zero_stage": "auto", "memory": ["recompute"]}
+    for options in ({}, ways):
+        request = make_planning_request(model, "dgx_h100", num_devices=devices, **options)
+        rows = [simulate_mode(mode, request, plan_for) for mode in (PLAIN, STOCK)]
+        try:
+            graph = simulated_row(GRAPH, plan_for(request), request)
+        except PlanInfeasible:  # absent, the ZeRO stage stays 0
+            assert not options and "open" in rows[0]
+            continue
+        for row in rows:
+            if row["how"] != "estimated" and row.get("fits"):
+                assert graph["iteration_ms"] <= row["iteration_ms"] * (1 + 1e-6)
+        assert plain_line([*rows, graph]).startswith("plain data parallel")

@@ -14,6 +14,7 @@ from gpp_plugin.ir.plan import joined_breakdown
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.ir.serialize import dumps, to_plain
 from gpp_plugin.rehearse.rehearsal import programs_of_plan
+from tests import tiers
 from tests.plan.evaluator import Evaluation, is_trained, order_by_hand
 from tests.plan.graphs import (
     branches,
@@ -24,7 +25,6 @@ from tests.plan.graphs import (
     make_profile,
     make_request,
 )
-from tests.tiers import some
 
 PLANNERS = ("auto", "graphpipe", "pipedream", "uniform")
 SCHEDULES = ("auto", "1f1b", "2f2b", "gpipe", "greedy", "zero_bubble")
@@ -45,9 +45,10 @@ def drawn_request(seed):
         encoder_decoder(2),
     ]
     graph = rng.choice(shapes)
-    sums_nothing = rng.random() < 0.4
+    may_share = rng.random() < 0.15
+    sums_nothing = may_share or rng.random() < 0.3
     frozen = set()
-    if graph.blocks[0].name == "b0.0" and rng.random() < 0.6:  # a tower that is not trained
+    if graph.blocks[0].name == "b0.0" and rng.random() < 0.8:  # a tower that is not trained
         frozen = {block.name for block in graph.blocks if block.name.startswith("b0.")}
     tensors = {
         name: dataclasses.replace(
@@ -79,7 +80,7 @@ def drawn_request(seed):
             )
         )
     profile = dataclasses.replace(make_profile(graph), costs=tuple(costs))
-    ranks = rng.choice((2, 3, 4, 6))
+    ranks = rng.choice((2, 3, 4))
     links = tuple(
         Link(
             name=f"span {span}",
@@ -89,7 +90,8 @@ def drawn_request(seed):
         )
         for span in sorted({2, ranks})
     )
-    cluster = dataclasses.replace(make_cluster(ranks), links=links)
+    device = dataclasses.replace(make_cluster(1).devices[0], memory_bytes_per_s=10 ** rng.uniform(8, 9))
+    cluster = dataclasses.replace(make_cluster(ranks), devices=(device,) * ranks, links=links)
     options = {
         "ranks": ranks,
         "cluster": cluster,
@@ -98,14 +100,14 @@ def drawn_request(seed):
     }
     options["loss_unit"] = rng.choice((1, 2, 4))
     options["data_parallel"] = None if sums_nothing else 1
-    if rng.random() < 0.25:
+    if may_share:
         options |= {"virtual_stages": rng.choice((None, 2)), "colocate": rng.random() < 0.5}
     if rng.random() < 0.25:
         options |= {
-            "memory_limit_bytes": rng.randint(30_000, 60_000),
+            "memory_limit_bytes": rng.randint(40_000, 80_000),
             "memory_optimization": ("recompute", "swap"),
         }
-    return make_request(graph, profile, **options), rng.choice(PLANNERS), rng.choice(SCHEDULES)
+    return make_request(graph, profile, **options), rng.choice(PLANNERS)
 
 
 def evaluated(request, planner, schedule):
@@ -113,14 +115,17 @@ def evaluated(request, planner, schedule):
     plan = api.plan_for(request, planner=planner, schedule=schedule)
     programs = json.loads(json.dumps(to_plain(programs_of_plan(plan))))
     read = json.loads(dumps(plan))["value"]
-    return plan, read, Evaluation(read, programs, json.loads(json.dumps(to_plain(request.cluster))))
+    given = (json.loads(json.dumps(to_plain(each))) for each in (request.cluster, request.profile))
+    return plan, read, Evaluation(read, programs, *given, request.zero_stage)
 
 
-def test_times_and_memory_of_drawn_plans():
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_times_and_memory_of_drawn_plans(schedule):
     """Steps within 0.1 % of the plan's and the simulator's; no rank ever holds more than the plan says."""
     seen = Counter()
-    for seed in some(range(240), every=8):
-        request, planner, schedule = drawn_request(seed)
+    first = 100 * SCHEDULES.index(schedule)
+    for seed in range(first, first + (40 if tiers.is_whole() else 6)):
+        request, planner = drawn_request(seed)
         try:
             plan, read, found = evaluated(request, planner, schedule)
         except PlanInfeasible:
@@ -131,7 +136,7 @@ def test_times_and_memory_of_drawn_plans():
         assert api.simulate(plan, request.cluster).iteration_us == pytest.approx(found.step_us, rel=1e-3), (
             where
         )
-        for rank, peak in found.peaks(to_plain(request.profile), request.zero_stage).items():
+        for rank, peak in found.peaks().items():
             most = joined_breakdown([plan.memory[index] for index in plan.stages_of_rank(rank)]).total
             assert peak <= most + len(plan.stages), (*where, rank)
         for index, stage in enumerate(plan.stages) if not plan.shares_ranks else ():
@@ -147,6 +152,6 @@ def test_times_and_memory_of_drawn_plans():
         seen["several ranks"] += any(stage.degree > 1 for stage in plan.stages)
         seen["fitted"] += any(stage.memory is not None for stage in plan.stages)
         seen["halves"] += any(stage.num_sliced for stage in plan.stages)
-        seen[schedule] += 1
-    assert seen["plans"] >= 0.8 * (seen["plans"] + seen["infeasible"]), seen
-    assert all(seen[each] for each in ("frozen", "shared", "several ranks", *SCHEDULES)), seen
+    assert seen["plans"] > seen["infeasible"], seen
+    if tiers.is_whole():
+        assert min(seen[each] for each in ("frozen", "shared", "several ranks")) >= 2, seen

@@ -149,3 +149,13 @@ def test_a_master_without_a_chain_is_left_alone() -> None:
     refiner, start = _start([["a0", "a1", "a2", "a3", "a4", "a5"], ["b0", "b1"], ["z"]])
     assert master_chain(refiner, start) is None
     assert refine_chains(refiner, start) == start
+
+
+def test_ranks_left_over_go_to_the_stages_with_most_work() -> None:
+    """A loss had two of eight ranks, and stages of 20 times its work one."""
+    graph = chain(4)
+    times = dict(zip((block.name for block in graph.blocks), (100.0, 20.0, 19.0, 1.0), strict=True))
+    chooser = chooser_of(make_request(graph, make_profile(graph, times), ranks=8, mini_batch=32))
+    masks = [chooser.sets.mask_of([block.name]) for block in graph.blocks]
+    options = chooser.choose(masks, 8)
+    assert options is not None and [option.degree for option in options] == [4, 2, 1, 1]

@@ -136,7 +136,7 @@ def test_all_printers_say_the_same(made, capsys, tmp_path):
     assert loads(api.PipelinePlan, dumps(plan)) == api.load_plan(path) == plan
 
     text = " ".join(format_plan(plan).split())  # of `gpp plan`
-    assert f"{step} a step predicted" in text and f"of {step} on " in text and held in text
+    assert f"{step} a step predicted" in text and f"takes {step} on " in text and held in text
     assert not re.search(r"\d (us|ms)\b", " ".join(plan.notes)), "only the ledger says how long a step is"
 
     page = tmp_path / "page.html"
@@ -144,10 +144,15 @@ def test_all_printers_say_the_same(made, capsys, tmp_path):
     assert f"{step} a step predicted" in text and held in text
     assert f"{step} a step predicted" in page.read_text() and held in page.read_text()
     assert found["cost"]["parts_us"] == plain and found["iteration_us"] == cost.step_us
+    assert [row["load_us"] for row in found["rows"]] == list(cost.stage_us)
     assert max(rank["peak"] for rank in found["cost"]["ranks"]) == max(rank.peak for rank in cost.ranks)
 
     text, found = command(capsys, "simulate", path)
-    assert f"of {step} on " in text and held in text and found["cost"]["parts_us"] == plain
+    assert f"takes {step} on " in text and held in text and found["cost"]["parts_us"] == plain
+    busy, each = found["summary"]["busy_us"], found["summary"].get("num_windows", 1)
+    for rank in range(plan.num_ranks):
+        load_us = sum(cost.stage_us[index] for index in plan.stages_of_rank(rank))
+        assert busy[str(rank)] == pytest.approx(each * load_us)
     if plan.mode == "async":
         assert found["summary"]["steady_us"] == pytest.approx(cost.step_us)
         assert f"mini-batches of an asynchronous plan: {step} each" in text

@@ -71,7 +71,7 @@ def test_a_frozen_stage_runs_forwards_alone() -> None:
     plan = chain([1, 1], 4, frozen=True)
     factors = np.random.default_rng(0).uniform(1, 4, (4, 2))
     given = (0, 1, 2, 3)
-    wanted = simulated_us(plan, given, factors, forward_only_stages=frozenset({0}))
+    wanted = simulated_us(plan, given, factors)
     assert MiniBatchTimes(plan).of(np.array([given]), factors) == pytest.approx([wanted])
 
 

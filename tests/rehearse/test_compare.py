@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
-from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.rehearse.rehearsal import fit_link, measure_times, predict_from
 from gpp_plugin.simulate.predict import simulate_plan
@@ -46,12 +45,10 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: plan.model)
 @pytest.mark.parametrize("latency_us", [0.0, 150.0])
 def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_us):
-    frozen = forward_only_stages(plan)
     steps = {"reduce_us": {2: 700.0}, "step_us": dict.fromkeys(range(len(plan.stages)), 30.0)}
     timeline = simulate_plan(
         plan,
         cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=latency_us),
-        forward_only_stages=frozen,
         **steps,
     )
     times = measure_times(plan, [timeline])
@@ -70,7 +67,6 @@ def test_a_simulated_timeline_gives_back_its_times_and_its_length(plan, latency_
         wanted = simulate_plan(
             plan,
             cluster=cluster_of(8, bytes_per_s=float("inf"), latency_us=latency_us),
-            forward_only_stages=frozen,
             **steps,
         )
     assert predict_from(plan, [timeline]) == pytest.approx(wanted.iteration_us)

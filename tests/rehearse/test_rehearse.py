@@ -100,7 +100,7 @@ def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_byt
     timeline = timelines[0]
     assert timeline.source == "rehearsed" and timeline.plan == fingerprint(plan)
     frozen = forward_only_stages(plan)
-    schedules = build_schedules(plan, forward_only_stages=frozen)
+    schedules = build_schedules(plan)
     for rank in range(3):
         stage = plan.stage_of_rank(rank)
         ran = [e for e in timeline.events if e.rank == rank and e.task is not None]
@@ -109,7 +109,7 @@ def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_byt
             assert event.end_us - event.start_us >= PLANNED_US[event.kind, event.half is not None]
     for rank, held in peak_in_flight(timeline).items():
         assert held <= plan.stages[plan.stage_of_rank(rank)].in_flight or plan.stage_of_rank(rank) in frozen
-    assert timeline.iteration_us >= predict_iteration_us(plan, forward_only_stages=frozen)
+    assert timeline.iteration_us >= predict_iteration_us(plan)
 
 
 def test_programs_of_a_plan_are_those_the_engine_would_lower():

@@ -33,8 +33,17 @@ def plan():
             stage("loss", (3,), 8, 1, 250.0, 500.0),
         ),
         edges=(
-            StageEdge(src=0, dst=2, batch_tensors=("image",), bytes_per_sample=256.0),
-            StageEdge(src=1, dst=2, batch_tensors=("text",), bytes_per_sample=256.0, bytes_fixed=100.0),
+            StageEdge(
+                src=0, dst=2, batch_tensors=("image",), gradient_tensors=("image",), bytes_per_sample=256.0
+            ),
+            StageEdge(
+                src=1,
+                dst=2,
+                batch_tensors=("text",),
+                gradient_tensors=("text",),
+                bytes_per_sample=256.0,
+                bytes_fixed=100.0,
+            ),
         ),
         notes=("the loss mixes the samples of a batch",),
     )

@@ -163,7 +163,7 @@ def test_orders_that_wait_for_each_other_show_the_grid():
 def test_frozen_stage_runs_ahead_no_further_than_its_in_flight():
     plan = simple_plan([1, 1], [(0, 1)], mini_batch=6, forward_us=[1.0, 10.0])
     plan = freeze(plan, {0})
-    times = times_of(simulate_plan(plan, forward_only_stages=frozenset({0})))
+    times = times_of(simulate_plan(plan))
     assert plan.stages[0].in_flight == 2
     assert times[0, "F", 1][1] == 2.0
     assert times[0, "F", 2][0] == times[1, "F", 0][1] == 11.0

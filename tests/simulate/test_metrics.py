@@ -37,7 +37,7 @@ def test_in_flight_over_time():
 def test_frozen_stage_holds_until_its_messages_have_arrived():
     plan = simple_plan([1, 1], [(0, 1)], mini_batch=4, forward_us=[1.0, 10.0], num_bytes=4.0)
     plan = freeze(plan, {0})
-    timeline = simulate_plan(plan, forward_only_stages=frozenset({0}), cluster=cluster_of(2))
+    timeline = simulate_plan(plan, cluster=cluster_of(2))
     assert peak_in_flight(timeline)[0] == 2
     assert in_flight_over_time(timeline)[0][:4] == ((0.0, 1), (1.0, 2), (5.0, 1), (9.0, 0))
 

@@ -5,10 +5,11 @@ import pytest
 from gpp_benchmarks._random_plans import forward_only_of, random_plan
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.program import InstructionKind
+from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
-from gpp_plugin.simulate.predict import simulate_plan, simulate_programs
-from tests.schedule.plans import chain_plan, changed, cluster_of
+from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
+from tests.schedule.plans import chain_plan, changed, cluster_of, freeze, simple_plan
 from tests.simulate.test_engine import times_of
 
 
@@ -41,13 +42,39 @@ def test_asynchronous_programs_lose_next_to_nothing_to_their_order():
         plan = random_plan(rng)
         frozen = forward_only_of(plan, rng)
         cluster = cluster_of(24, bytes_per_s=1e13, latency_us=0.05)
-        free = simulate_plan(plan, cluster=cluster, forward_only_stages=frozen)
+        schedules = build_schedules(plan, forward_only_stages=frozen)
+        free = simulate_plan(plan, cluster=cluster, schedules=schedules)
         ordered = simulate_programs(plan, programs_of(plan, forward_only_stages=frozen), cluster=cluster)
         assert {e.rank for e in free.events} == {e.rank for e in ordered.events}
         ratios.append(ordered.iteration_us / free.iteration_us)
     ratios.sort()
     assert ratios[30] <= 1.001
     assert ratios[54] <= 1.02
+
+
+def test_a_frozen_stage_takes_the_same_in_every_prediction():
+    """No backward, no gradient for it in its reader's, and held back until its reader has read: so do planners, the
+    simulator, and programs as ranks run them. Not held back, it crowded its reader's link."""
+    longer = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        us = [rng.uniform(1.0, 4.0) for _ in range(4)]
+        links, num_bytes = [(0, 2), (1, 2), (2, 3)], rng.uniform(0.5, 1.0)
+        plan = simple_plan([2] * 4, links, mini_batch=16, forward_us=us, backward_us=us, num_bytes=num_bytes)
+        plan = freeze(plan, {0})
+        asked = {"cluster": cluster_of(4)}
+        predicted = predict_iteration_us(plan, **asked)
+        programs = programs_of(plan)
+        for timeline in (simulate_plan(plan, **asked), simulate_programs(plan, programs, **asked)):
+            assert timeline.iteration_us == pytest.approx(predicted)
+            tasks = {e.rank: [] for e in timeline.events}
+            for event in sorted(timeline.events, key=lambda e: e.start_us):
+                tasks[event.rank] += [] if event.task is None else [event.task]
+            assert tasks == {program.rank: list(program.tasks) for program in programs}
+            assert not any(e.kind is EventKind.RECEIVE for e in timeline.events if e.rank == 0)
+        everything = build_schedules(plan, forward_only_stages=frozenset())
+        longer += predict_iteration_us(plan, schedules=everything, **asked) > 1.01 * predicted
+    assert longer
 
 
 def test_events_are_those_of_the_plan():

@@ -35,10 +35,10 @@ ENDS_IN_S = 15.0
 JOINING_S = 30.0
 """How long ranks wait for one that has not joined, of which nobody knows more than that."""
 
-BEFORE_JOINING = ("call:deepspeed.initialize",)
+BEFORE_JOINING = ("doing:configuration",)
 
 PLACES = (
-    ("call:deepspeed.initialize", 0),
+    ("doing:configuration", 0),
     ("waits_for:a look at what each rank received", 0),
     ("doing:plan", 0),
     ("doing:making the stages", 0),
@@ -225,8 +225,9 @@ def _not_naming(fault: Fault, ended: list[Ended], *, has_launcher: bool) -> list
             f"rank {failed}|rank" if fault.kind == "alone" else f"rank {failed}", each.last_line
         )
         has_error = re.search(ERRORS.get(fault.kind, "fail|did not come"), each.last_line)
-        is_judged = rank != fault.rank or fault.kind in ("raise", "memory", "INT", "cut")
-        if is_judged and not (is_named and has_error):
+        is_own = rank == fault.rank and fault.kind != "cut"
+        is_judged = not is_own or fault.kind in ("raise", "memory", "INT")
+        if is_judged and not (has_error and (is_named or is_own)):  # its own error needs no name
             wrong.append(rank)
     said = [each for each in ended if each.last_line.startswith("gpp_plugin: ")]
     return [] if has_launcher and said and len(wrong) < len(ended) else wrong

@@ -62,6 +62,7 @@ from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.agreement import agree_on_job
+from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import engine_call
 from gpp_plugin.runtime.ranks.placement_of_ranks import (
     JOINING_TIMEOUT_S,
@@ -179,7 +180,7 @@ def _read_block(ds_config: Any) -> GraphPipelineConfig | None:
 
 def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, call: Mapping[str, Any]) -> Any:
     with engine_call("deepspeed.initialize", is_fatal=lambda: True):
-        with telling_before_joining():
+        with telling_before_joining(), HERE.during("configuration"):
             reading = read_deepspeed(load_deepspeed_json(ds_config))
             checked = _checked_arguments(reading.config, block, call)
         return _initialize(*checked, call, reading)

@@ -37,6 +37,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.cluster import Cluster, MeasuredCollective
+from gpp_plugin.ir.plan import PipelinePlan
 
 Line = tuple[float, float]
 """Microseconds of a message without bytes, and of a byte."""
@@ -108,6 +109,15 @@ def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = 
         _scaled(described.all_reduce, whole.all_reduce, link.all_reduce, 2 * half),
         _scaled(described.gather, whole.gather, link.all_gather, half),
     )
+
+
+def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
+    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
+    return {
+        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
+        for index, stage in enumerate(plan.stages)
+        if stage.gathered_bytes
+    }
 
 
 class _Level(NamedTuple):

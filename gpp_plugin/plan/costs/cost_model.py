@@ -182,6 +182,7 @@ class CostModel:
         self.tensor = tensor
         self._source = graph, profile
         self._at_tensor: dict[tuple[int, CollectiveCost], CostModel] = {}
+        self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCost] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
         self._sums = sum_times(graph, tensor, tensor_sum) if tensor_sum is not None else None
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
@@ -319,11 +320,13 @@ class CostModel:
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
         # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network. Costs of a
         # size at a price are worked out once, however many stages have them.
-        price = self.collectives(range(tensor)).all_reduce
-        if ranks is not None:
-            groups = (ranks[first : first + tensor] for first in range(0, len(ranks), tensor))
-            used = (self.collectives(group, ranks).all_reduce for group in groups)
+        everyone = tuple(range(tensor) if ranks is None else ranks)
+        price = self._tensor_sums.get((tensor, everyone))
+        if price is None:
+            groups = (everyone[first : first + tensor] for first in range(0, len(everyone), tensor))
+            used = (self.collectives(group, everyone).all_reduce for group in groups)
             price = max(used, key=lambda each: float(each.us(1e6)))
+            self._tensor_sums[tensor, everyone] = price
         key = tensor, price
         if key not in self._at_tensor:
             graph, profile = self._source
@@ -421,15 +424,12 @@ class CostModel:
     def collectives(self, ranks: Sequence[int], beside: Sequence[int] = ()) -> CollectiveCosts:
         """Return what `collective_costs.collectives` does; each group's are worked out once."""
         key = tuple(ranks), tuple(beside)
-        found = self._collectives.get(key)
-        if found is None:
-            found = self._collectives[key] = collectives(self.cluster, ranks, beside)
-        return found
+        if key not in self._collectives:
+            self._collectives[key] = collectives(self.cluster, ranks, beside)
+        return self._collectives[key]
 
     def reduction(self, degree: int, tensor: int) -> CollectiveCost:
-        """Return what sums the gradients of a stage of so many ranks once, from the first rank on: for planners that
-        have no ranks yet.
-        """
+        """Return what sums gradients of so many ranks once, from the first rank on: of stages that have none yet."""
         everyone = range(degree * tensor)
         return self.collectives(everyone[::tensor], everyone).reduction(self.zero_stage)
 
@@ -570,9 +570,8 @@ class CostModel:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
                 firsts = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
                 everyone = [rank for i in holders for rank in plan.stages[i].ranks]
-                tied.append(
-                    (tuple(holders), float(self.collectives(firsts, everyone).all_reduce.us(num_bytes)))
-                )
+                us = float(self.collectives(firsts, everyone).all_reduce.us(num_bytes))
+                tied.append((tuple(holders), us))
         return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
@@ -582,12 +581,10 @@ class CostModel:
         rows = self.indices(stage.blocks)
         key = tuple(rows), stage.local_batch_size, stage.ranks
         if key not in self._group_reductions:
-            early, gather_us = (
-                self._early(rows, stage),
-                self.gather_us(rows, stage.data_ranks(0), stage.ranks),
+            gather_us = self.gather_us(rows, stage.data_ranks(0), stage.ranks)
+            self._group_reductions[key] = StageReductions.under(
+                self.zero_stage, self.reduction_us(stage), self._early(rows, stage), gather_us
             )
-            whole_us = self.reduction_us(stage)
-            self._group_reductions[key] = StageReductions.under(self.zero_stage, whole_us, early, gather_us)
         return self._group_reductions[key]
 
     def _early(self, rows: Sequence[int], stage: Stage) -> Buckets:
@@ -600,15 +597,6 @@ class CostModel:
         backward = self.block_times(stage.local_batch_size)[1][list(rows)]
         price = self.collectives(stage.data_ranks(0), stage.ranks).all_reduce
         return early_of_blocks(sizes, backward, self.bucket_bytes, lambda size: float(price.us(size)))
-
-
-def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
-    """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
-    return {
-        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
-        for index, stage in enumerate(plan.stages)
-        if stage.gathered_bytes
-    }
 
 
 def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
@@ -638,8 +626,7 @@ def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
 # Whatever is waited for beside that (filling and draining, messages out of step) is the business of those who play a
 # schedule: the event loop (`schedule.event_loop`), exactly, and `estimate`, quickly. They share what tasks take
 # (`stage_task_us`), what messages take (`Cluster.transfer_us`, `Link.occupied_us`) and the reductions
-# (`CostModel.reductions`, `collective_costs`), and are not built on each other, so that a test can hold one against the
-# other.
+# (`CostModel.reductions`, `collective_costs`), and are built apart, so that a test can hold one against the other.
 
 
 def num_reductions(num_micro_batches: int, zero_stage: int) -> float:

@@ -28,7 +28,6 @@ from gpp_plugin.ir.plan import (
     StageEdge,
     bytes_by_rank,
     cost_key,
-    forward_only_stages,
     stage_task_us,
 )
 from gpp_plugin.ir.schedule import TaskKind
@@ -42,8 +41,9 @@ from gpp_plugin.ir.step_cost import (
     StepCost,
     StepPrices,
 )
-from gpp_plugin.ir.timeline import EventKind, Timeline
-from gpp_plugin.plan.costs.cost_model import CostModel, gather_times, us_per_sample
+from gpp_plugin.ir.timeline import COMPUTE_KINDS, EventKind, Timeline
+from gpp_plugin.plan.costs.collective_costs import gather_times
+from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
@@ -321,7 +321,6 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
     return predict_iteration_us(
         plan,
         cluster=costs.cluster,
-        forward_only_stages=forward_only_stages(plan),
         reduce_us=costs.reductions(plan),
     )
 
@@ -347,7 +346,9 @@ def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
 
 
 def with_cost(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
-    """Return a plan, which has its breakdown of memory, with its `step_cost`."""
+    """Return a plan with its `step_cost`; one without a breakdown of memory, not finished, with its time alone."""
+    if not plan.memory:
+        return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))
     cost = step_cost(plan, costs)
     return dataclasses.replace(plan, iteration_us=cost.step_us, cost=cost)
 
@@ -369,10 +370,11 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     timeline = played if isinstance(played, Timeline) else played.timeline
     ends.append(timeline.iteration_us if windows is None else windows.steady_us)
     message_us, reduce_us, gather_us, optimizer_us = (max(b - a, 0.0) for a, b in pairwise(ends))
-    num_steps = 1 if windows is None else windows.num_windows
-    busy = timeline.busy_us()
-    busiest = max(busy, key=lambda rank: busy[rank])
-    busy_us, own = busy[busiest] / num_steps, plan.stages_of_rank(busiest)
+    stage_us = _stage_times(plan, timeline, 1 if windows is None else windows.num_windows)
+    busy_us, own = max(
+        (sum(stage_us[index] for index in own), own)
+        for own in map(plan.stages_of_rank, range(plan.num_ranks))
+    )
     sums_us = sum(_sum_us(plan.stages[index], costs) * plan.num_micro_batches(index) for index in own)
     return StepCost(
         plan=cost_key(plan),
@@ -380,7 +382,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         zero_stage=costs.zero_stage,
         step_us=ends[-1],
         compute_us=busy_us - sums_us,
-        bubble_us=max(ends[0] - busy_us, 0.0),
+        bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
         message_us=message_us,
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
@@ -390,6 +392,7 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
         drain_us=0.0 if windows is None else max(windows.drain_us, 0.0),
+        stage_us=stage_us,
         ranks=bytes_by_rank(plan),
     )
 
@@ -437,6 +440,15 @@ def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
 def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
     played = play_step(plan, prices)
     return played.iteration_us if isinstance(played, Timeline) else played.steady_us
+
+
+def _stage_times(plan: PipelinePlan, timeline: Timeline, num_steps: int) -> tuple[float, ...]:
+    """Return by stage what its first rank computes of it in one of the steps of a timeline."""
+    times = [0.0] * len(plan.stages)
+    for event in timeline.events:
+        if event.kind in COMPUTE_KINDS and event.rank == plan.stages[event.stage].ranks[0]:
+            times[event.stage] += (event.end_us - event.start_us) / num_steps
+    return tuple(times)
 
 
 def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKind) -> CollectiveTime:

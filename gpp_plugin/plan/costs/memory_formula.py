@@ -323,17 +323,14 @@ def messages_held(plan: PipelinePlan) -> list[int]:
     Of an asynchronous plan until its windows have repeated so often that as much is under way as there ever is, and in
     the drain behind them. Of a prefetch it is that of a mini-batch by itself.
     """
-    frozen = forward_only_stages(plan)
     if plan.mode == "async":
-        programs = lower_async(plan, forward_only_stages=frozen)
+        programs = lower_async(plan, forward_only_stages=forward_only_stages(plan))
         windows = windows_of(plan)
         last = windows.first_steady
         names = [async_name(min(window, last), last) for window in range(1, last + windows.longest + 1)]
         names.append(async_name(last, last, is_drain=True))
     else:
-        lowered = lower_schedules(
-            plan, build_schedules(plan, forward_only_stages=frozen), forward_only_stages=frozen
-        )
+        lowered = lower_schedules(plan, build_schedules(plan))
         programs, names = ProgramSet(plan=plan, programs={"whole": lowered}, policy=SYNCHRONOUS), ["whole"]
     found = [0] * len(plan.stages)
     for index, stage in enumerate(plan.stages):

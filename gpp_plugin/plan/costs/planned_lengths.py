@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpp_plugin.ir.block_graph import BlockGraph
-from gpp_plugin.ir.plan import MemoryBreakdown, MemoryPlan, PipelinePlan, forward_only_stages, stage_task_us
+from gpp_plugin.ir.plan import MemoryBreakdown, MemoryPlan, PipelinePlan, stage_task_us
 from gpp_plugin.ir.profile import BlockCost, Profile
 from gpp_plugin.ir.size_formulas import (
     Coefficients,
@@ -390,7 +390,7 @@ class MiniBatchTimes:
 
     def __init__(self, plan: PipelinePlan) -> None:
         plan = nominal_times(plan)
-        schedules = build_schedules(plan, forward_only_stages=forward_only_stages(plan))
+        schedules = build_schedules(plan)
         graph = build_task_graph(plan, schedules)
         self.num_units = plan.mini_batch
         self.degrees = tuple(dict.fromkeys(stage.degree for stage in plan.stages))

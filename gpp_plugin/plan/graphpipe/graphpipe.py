@@ -61,7 +61,7 @@ from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules
-from gpp_plugin.plan.selection import best_evaluated, explain_infeasible, join_memory
+from gpp_plugin.plan.selection import evaluated_plans, explain_infeasible, join_memory
 
 SLACK = 1.06
 """Partitions that may end within this factor of the best step known are refined: refinement gains as much."""
@@ -135,8 +135,8 @@ def _with_memory(request: PlanRequest, report: SearchReport) -> tuple[PipelinePl
         refiner = Refiner(request, costs, rules, budget=MAX_BUDGET, fitter=fitter, report=report)
         candidates += plain_candidates(refiner)
         candidates = [*candidates, *join_memory(request, costs, candidates, search, refiner)]
-    plan = best_evaluated(request, costs, candidates, fitter, planner="graphpipe")
-    return plan, sorted(candidates, key=lambda candidate: candidate.score)
+    plans = evaluated_plans(request, costs, candidates, fitter, planner="graphpipe")
+    return next(iter(plans), None), sorted(candidates, key=lambda candidate: candidate.score)
 
 
 def explain_graph(request: PlanRequest, nearest: Sequence[Candidate]) -> NoReturn:

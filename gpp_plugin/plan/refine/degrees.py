@@ -192,10 +192,6 @@ class DegreeChooser:
         """Return the micro-batch sizes a stage of that degree may have."""
         return self.rules.sizes(self.sets.blocks(mask), degree)
 
-    def excess_of(self, memory_bytes: int, ranks: Sequence[int]) -> int:
-        """Return by how many bytes a stage exceeds the smallest of its ranks (negative: it fits)."""
-        return memory_bytes - min(self.limits[rank] for rank in ranks)
-
     @remembered
     def tensor_sizes(self, mask: Mask) -> list[int]:
         """Return the tensor sizes a stage may have."""
@@ -329,21 +325,22 @@ def _share_out(options: Sequence[Sequence[Option]], num_ranks: int, limit_us: fl
             high = middle
         else:
             low = middle + 1
-    prefixes = _reachable(options, times[low], num_ranks)
-    chosen: list[Option] = []
+    # What is left over when no stage is slower goes to the stages with most work: a loss gets one rank, not two.
+    order = sorted(range(len(options)), key=lambda i: min(o.us_per_sample * o.num_ranks for o in options[i]))
+    prefixes = _reachable([options[i] for i in order], times[low], num_ranks)
+    chosen: dict[int, Option] = {}
     total = num_ranks
-    for i in range(len(options) - 1, -1, -1):
+    for place, i in reversed(list(enumerate(order))):
         fitting = [
             option
             for option in options[i]
             if option.us_per_sample <= times[low]
             and option.num_ranks <= total
-            and prefixes[i] >> (total - option.num_ranks) & 1
+            and prefixes[place] >> (total - option.num_ranks) & 1
         ]
-        best = min(fitting, key=lambda option: option.us_per_sample)
-        chosen.append(best)
-        total -= best.num_ranks
-    return chosen[::-1]
+        chosen[i] = min(fitting, key=lambda option: option.us_per_sample)
+        total -= chosen[i].num_ranks
+    return [chosen[i] for i in range(len(options))]
 
 
 def _reachable(options: Sequence[Sequence[Option]], limit: float, num_ranks: int) -> list[int]:

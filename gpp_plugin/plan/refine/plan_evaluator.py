@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 
 from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages, on_own_ranks, rank_bytes
+from gpp_plugin.ir.plan import PipelinePlan, Stage, on_own_ranks, rank_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
 from gpp_plugin.plan.costs.estimate import estimate_plan_us
 from gpp_plugin.plan.make import (
@@ -330,13 +330,10 @@ class PlanEvaluator:
         is_exact = is_exact or tasks <= EXACT_TASKS
         self.budget -= tasks * (EXACT_COST if is_exact and plan.shares_ranks else 1)
         self.num_simulated += 1
-        forward_only = forward_only_stages(plan)
         try:
             built = None
             if not is_exact or splits_backwards(plan):
-                built = build_schedules(
-                    small if is_exact else on_own_ranks(small), forward_only_stages=forward_only
-                )
+                built = build_schedules(small if is_exact else on_own_ranks(small))
             if built is not None and splits_backwards(plan):
                 plan = with_pending(plan, self.costs, built)
                 if memory_excess(self.request, plan)[0] > 0:
@@ -345,7 +342,6 @@ class PlanEvaluator:
                 small,
                 cluster=cluster,
                 schedules=built,
-                forward_only_stages=forward_only,
                 reduce_us=self.costs.reductions(plan),
             )
         except (ScheduleError, PlanError) as error:

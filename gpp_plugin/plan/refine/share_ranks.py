@@ -9,10 +9,9 @@
       5 schedules       the best one under each schedule that is allowed
     the shortest of all, and the plan itself where nothing is shorter; its notes say what was tried
 
-1 to 4 are a search with a budget of its own, of which there are several (`_searches`), as one with more freedom may
-find less: with all freedom; interleaving alone, and colocation alone; and, of planner ``auto``, from GraphPipe's plan,
-and with one micro-batch size for all stages, from the best plan of that. What one has simulated all know. Models too
-large for that have one search, and a note.
+1 to 4 have a budget, from each plan that stages are taken of (`_searches`): the best one and, of planner ``auto``,
+GraphPipe's, and the best with one micro-batch size for all stages. What one has simulated all know. Models too large
+for that have one search, and a note.
 
 Everything is counted, nothing is timed: the same request gives the same plan on every machine.
 
@@ -97,7 +96,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     report = SearchReport()
     setting = _Setting(request, schedule, report)
     searches: list[_Search] = []
-    found: list[tuple[PipelinePlan, str]] = []
+    found: list[PipelinePlan] = []
     for wanted, base in _searches(plan, request, searches, report):
         searches.append(_Search(wanted, base, setting))
         report.begin(f"ways to share ranks, search {len(searches)}")
@@ -110,8 +109,8 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
     num_tried = setting.evaluator.num_simulated
     report.begin("schedules of the best way to share ranks")
-    shared, _ = min(found, key=lambda each: each[0].iteration_us)
-    shared = dataclasses.replace(setting.scheduled(shared), planner=plan.planner)
+    shared = setting.scheduled(min(found, key=lambda each: each.iteration_us))
+    shared = dataclasses.replace(shared, planner=plan.planner)
     gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
     than = f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than one stage a rank"
     tried = f"{len(shared.stages)} stages on {shared.num_ranks} ranks, the best of {num_tried} ways to share ranks"
@@ -147,7 +146,7 @@ def _searches(
             f"ways to share ranks from other plans than the best (more than {MAX_BASES_SIZE} blocks x ranks)"
         )
         return
-    alone = one_stage_a_rank(request)
+    alone = dataclasses.replace(one_stage_a_rank(request), final_schedule=None)  # as starts are compared
     base = _plan_of("graphpipe", alone)
     if base is not None and {frozenset(s.blocks) for s in base.stages} != {
         frozenset(s.blocks) for s in plan.stages
@@ -552,8 +551,8 @@ class _Search:
         self.num_starts = 0
         self.best_of_sizes: dict[int, float] = {}
 
-    def best(self) -> tuple[PipelinePlan, str] | None:
-        """Return the shortest plan found, named, and what to call it; None where none fits."""
+    def best(self) -> PipelinePlan | None:
+        """Return the shortest plan found, named; None where none fits."""
         _, num_exact, num_improved, num_refined = self._numbers
         found = self._simulated_starts()
         exact: list[tuple[Candidate, Start]] = []
@@ -580,7 +579,7 @@ class _Search:
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
         self._evaluator.budget = BUDGET // 4 if self._is_large else BUDGET
         plan, start = _shortest_first((self._evaluator.refined(plan), start) for plan, start in near)[0]
-        return self._named(plan, start), start.how
+        return self._named(plan, start)
 
     def _simulated_starts(self) -> list[_Found]:
         """Return the starts that fit with their rough times, the shortest first."""

@@ -589,13 +589,13 @@ def telling_before_joining() -> Iterator[None]:
     """Inform the other ranks, which wait for this one to join, of an error: all of them raise it."""
     try:
         yield
-    except GppError as error:
+    except Exception as error:  # whatever it is: the others wait for this rank
         _publish_before_joining(error)
         mark_shared(error)
         raise
 
 
-def _publish_before_joining(error: GppError) -> None:
+def _publish_before_joining(error: Exception) -> None:
     # A configuration is usually wrong on all ranks: each reports its error, and hears of the others' at once.
     try:
         if dist.is_initialized():

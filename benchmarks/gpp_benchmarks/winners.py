@@ -23,8 +23,9 @@ import argparse
 import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,7 @@ from gpp_plugin.compare.simulated import best_chain
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.baselines.data_parallel import best_plain
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.request import TENSOR_SIZES, PlanRequest
@@ -47,8 +49,6 @@ MODELS = (
     "mmt", "dlrm", "candle_uno", "two_towers", "omni_7b", "gpt2_1p3b", "llava_34b", "vl_72b", "vit22b_llama70b",
 )  # fmt: skip
 CLUSTERS = ("dgx_h100", "l40s_100g", "a100_pcie_25g")
-ZERO_STAGES = (1, 2, 3)
-"""0 takes as long as 1, and holds more."""
 CASE = ("model", "cluster", "devices", "batch", "memory", "slower")
 TABLE = (*CASE, "bound_ms", *(f"{kind}_ms" for kind in KINDS), "winner", "margin")
 
@@ -87,13 +87,14 @@ def find_winner(case: Sequence[Any]) -> dict[str, Any]:
     limit = {"memory_limit_gb": memory} if memory else {}
     cluster = slow_down(read_cluster(name, num_devices=devices), slower)
     request = make_request(
-        model, cluster, mini_batch=batch * devices, tensor_parallel="auto", **limit, planner="auto"
+        model, cluster, mini_batch=batch * devices, zero="auto", tensor_parallel="auto", **limit
     )
     request = dataclasses.replace(request, memory_optimization=("recompute",))
     bound, times = bound_us(request), dict[str, float]()
 
-    def take(plans: Iterable[PipelinePlan]) -> None:
-        for plan in plans:
+    def take(make: Callable[[PlanRequest], PipelinePlan], **settings: Any) -> None:
+        with contextlib.suppress(PlanError):
+            plan = make(dataclasses.replace(request, **settings))
             kind = kind_of(plan)
             times[kind] = min(plan.iteration_us, times.get(kind, plan.iteration_us))
 
@@ -105,15 +106,22 @@ def find_winner(case: Sequence[Any]) -> dict[str, Any]:
     fits = held <= sum(request.rank_limits)
     for size in (1, *TENSOR_SIZES) if fits else ():
         if size == 1 or may_win():
-            take(_planned(dataclasses.replace(request, num_stages=1, tensor_parallel=size)))
+            take(best_plain, tensor_parallel=size)
     simple = min(times.values(), default=np.inf)
     is_searched = fits and may_win()
     if is_searched:
-        take(itertools.islice(_planned(request), 1))
+        take(plan_for)
         if times.get(GRAPH, np.inf) * (1 + BAND) < simple:
-            take(itertools.islice(_planned(request, is_chain=True), 1))
+            take(functools.partial(best_chain, make=plan_for))
     ordered = sorted(times, key=times.__getitem__)
-    options = {"--cluster": name, "--devices": devices, "--mini-batch": batch * devices}
+    options = {
+        "--zero": "auto",
+        "--tensor-parallel": "auto",
+        "--memory-recompute": "auto",
+        "--cluster": name,
+        "--devices": devices,
+        "--mini-batch": batch * devices,
+    }
     options |= {"--memory-limit-gb": memory} if memory else {}
     return {
         **dict(zip(CASE, case, strict=True)),
@@ -124,14 +132,6 @@ def find_winner(case: Sequence[Any]) -> dict[str, Any]:
         "pipelines": "searched" if is_searched or not fits else f"at most {simple / bound:.2f} x as fast",
         "command": " ".join(["gpp plan", model, *(f"{key} {value}" for key, value in options.items())]),
     }
-
-
-def _planned(request: PlanRequest, *, is_chain: bool = False) -> Iterator[PipelinePlan]:
-    """Yield the plan of each ZeRO stage with which there is one."""
-    for stage in ZERO_STAGES:
-        own = dataclasses.replace(request, zero_stage=stage)
-        with contextlib.suppress(PlanError):
-            yield best_chain(own, plan_for) if is_chain else plan_for(own)
 
 
 def kind_of(plan: PipelinePlan) -> str:
@@ -153,8 +153,11 @@ def bound_us(request: PlanRequest) -> float:
 
 
 def slow_down(cluster: Cluster, times: int) -> Cluster:
-    """Return the cluster with slower links between nodes."""
-    outer = [dataclasses.replace(link, bytes_per_s=link.bytes_per_s / times) for link in cluster.links[1:]]
+    """Return the cluster with slower links between nodes; what was measured of their collectives is of others."""
+    outer = [
+        dataclasses.replace(link, bytes_per_s=link.bytes_per_s / times, all_reduce=None, all_gather=None)
+        for link in cluster.links[1:]
+    ]
     return dataclasses.replace(cluster, links=(cluster.links[0], *outer))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.key_names import name_of
@@ -111,7 +112,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
         except PlanInfeasible as error:
             problem = problem or error
 
-    closed = {"is_zero_open": False, "is_unit_open": False}
+    closed: dict[str, Any] = {"is_zero_open": False, "is_unit_open": False}
     first, *others = zero_stages(request)
     search(first)
     plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []

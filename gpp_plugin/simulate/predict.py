@@ -499,7 +499,7 @@ class _ProgramRun:
         self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
         self._waiting: dict[tuple[int, ...], list[int]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
-        self._heap: list[tuple[float, int, int, int | _Awaited]] = []
+        self._heap: list[tuple[float, int, int, int | Message | _Gather]] = []
         self._num_pushed = 0
 
     def run(self) -> None:
@@ -531,7 +531,7 @@ class _ProgramRun:
                 "lower the schedules anew\n" + program_grid(self._programs.values(), positions=stuck)
             )
 
-    def _push(self, time: float, step: int, what: int | _Awaited) -> None:
+    def _push(self, time: float, step: int, what: int | Message | _Gather) -> None:
         heapq.heappush(self._heap, (time, step, self._num_pushed, what))
         self._num_pushed += 1
 

@@ -20,7 +20,10 @@ def test_a_graph_wins_where_it_is_quicker_than_plain_tensor_and_chain():
     assert row["margin"] == pytest.approx(sorted(times.values())[1] / times[row["winner"]])
     assert row["pipelines"] == "searched" and {"plain", "chain", "graph"} <= set(times)
     assert is_win(row) == (row["winner"] == "graph" and row["margin"] > 1 + BAND)
-    assert row["command"] == "gpp plan candle_uno --cluster summit --devices 3 --mini-batch 24"
+    assert (
+        row["command"]
+        == "gpp plan candle_uno --zero auto --tensor-parallel auto --memory-recompute auto --cluster summit --devices 3 --mini-batch 24"
+    )
 
 
 def test_nothing_is_searched_where_plain_data_parallelism_is_near_the_bound():

@@ -32,8 +32,8 @@ SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
     "zero-bubble": zero_bubble_rows,
     "optimus": optimus_rows,
     "models": language_model_rows,
-    "nccl": nccl_rows,
     "gpt": gpt_rows,
+    "nccl": nccl_rows,
 }
 OTHERS = {"Charon": 0.0535, "Echo, mean": 0.08, "vTrain, 8 GPUs": 0.0837, "vTrain, 512 GPUs": 0.1473}
 """Errors published of other simulators."""

@@ -135,7 +135,7 @@ def best_unit(request: PlanRequest) -> int:
         if costs.stage_memory(rows, degree=degree, local=unit, in_flight=stages) > limit * stages:
             continue
         us = (count + stages - 1) * sum(costs.stage_times(rows, unit)) / stages
-        reduces = costs.num_reductions(count) * costs.all_reduce_us(gradients / stages, range(degree))
+        reduces = costs.num_reductions(count) * float(costs.reduction(degree, 1).us(gradients / stages))
         best = min(best, (us + reduces, unit))
     return best[1]
 

@@ -171,7 +171,8 @@ def strike(make_cases: Callable[[], Iterator[Case]], cases: slice, only: str) ->
         silent = _not_naming(fault, ended, has_launcher=changes.get("way") in ("torchrun", "deepspeed"))
         _tell(fault, changes, ended, bool(late or silent), silent)
         if late or silent:
-            wrong.append(f"{dict(changes)}, {fault}: late {late}, not naming it {silent}")
+            codes = [each.code for each in ended]
+            wrong.append(f"{dict(changes)}, {fault}: late {late}, not naming it {silent}, ended with {codes}")
     return number, wrong
 
 

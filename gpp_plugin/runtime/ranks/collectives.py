@@ -311,8 +311,7 @@ def _reason_to_stop(
 ) -> FirstFailure | str | None:
     """Return why the ranks that have not come will not, when the limit has passed; None: they are at work.
 
-    Args:
-        is_over: those at work are not waited for any longer either: the first of them is the reason.
+    Where the time of those ``is_over`` too, the first of them is the reason.
     """
     if board is None:
         return "one of them has not come: it is gone or stuck; look for its first error"
@@ -661,13 +660,13 @@ def exchange(
     received: list[tuple[T, tuple[str, str] | None]] = gather_objects(
         (value, failure), group=group, what=what, who=name, **wait
     )
-    failed = [other for other, (_, problem) in enumerate(received) if problem is not None]
+    failed = [(other, problem) for other, (_, problem) in enumerate(received) if problem is not None]
     if not failed:
         return [answer for answer, _ in received]
-    kind, text = received[failed[0]][1] or ("", "")
-    if len(failed) < len(received) and f"rank {failed[0]}" not in text:  # what all raise is no rank's own
-        text = f"{name_of(failed[0], stages[failed[0]] if stages else '')}: {text}"
-    raise shared_error(kind, text) from (cause if failed[0] == rank else None)
+    first, (name, text) = failed[0]
+    if len(failed) < len(received) and f"rank {first}" not in text:  # what all raise is no rank's own
+        text = f"{name_of(first, stages[first] if stages else '')}: {text}"
+    raise shared_error(name, text) from (cause if first == rank else None)
 
 
 def do_together(act: Callable[[], T], *, what: str, group: dist.ProcessGroup | None) -> T:

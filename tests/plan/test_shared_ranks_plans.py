@@ -208,6 +208,23 @@ def test_a_stage_on_more_ranks_keeps_its_micro_batch_or_what_a_rank_has_of_it():
         assert (None if found is None else found.micro_batch_size) == size
 
 
+def test_a_cut_stage_goes_to_other_ranks_where_stages_may_be_virtual():
+    """Of one virtual stage a rank none is cut, and of two each rank keeps its number."""
+    for virtual, placed in ((None, {(0, 0, 1), (0, 1, 1), (1, 0, 1)}), (1, set()), (2, set())):
+        request = make_request(
+            chain(3), ranks=2, mini_batch=4, data_parallel=1, virtual_stages=virtual, colocate=virtual == 1
+        )
+        refiner = Refiner(request, costs_of(request), batch_rules(request), budget=1000)
+        at = refiner.placed([draft(("layers.0", "layers.1"), (0,), 1), draft(("layers.2",), (1,), 1)])
+        assert at is not None
+        found = [
+            tuple(own.ranks[0] for own in sorted(drafts, key=lambda own: own.blocks))
+            for drafts in refiner._inherited(at, [0b001, 0b010, 0b100])
+            if refiner._may_hold(at, drafts)
+        ]
+        assert set(found) == placed
+
+
 def test_branches_come_with_all_that_precedes_them():
     graph = branches(3, 2)
     times = {block.name: 100.0 if block.name.startswith("b0") else 60.0 for block in graph.blocks}

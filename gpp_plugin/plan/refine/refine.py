@@ -369,11 +369,14 @@ class Refiner:
     # ---- stages on explicit ranks -------------------------------------------------------------------
 
     def _may_hold(self, at: Candidate, drafts: Sequence[StageDraft]) -> bool:
-        """Return whether all ranks are used and, where each has a number of stages that is requested, keep theirs."""
-        held = _held(drafts)
-        if len(held) < self.request.num_ranks:
+        """Return whether all ranks are used and hold no more stages than is requested.
+
+        Of exactly so many virtual stages each keeps its number; of one none is cut, as its parts would be virtual ones.
+        """
+        held, virtual = _held(drafts), self.request.virtual_stages
+        if len(held) < self.request.num_ranks or (virtual == 1 and len(drafts) > len(at.drafts)):
             return False
-        return (self.request.virtual_stages or 1) == 1 or held == _held(at.drafts)
+        return virtual in (None, 1) or held == _held(at.drafts)
 
     def _inherited(self, at: Candidate, masks: Sequence[Mask]) -> Iterator[list[StageDraft | None]]:
         """Yield stages of these blocks on the ranks of what they come from, and on those of others where one is new.
@@ -381,7 +384,8 @@ class Refiner:
         Of one that was cut each part may move; of two that were merged the ranks of either will do.
         """
         parents = [
-            max(range(len(at.masks)), key=lambda i: ((mask & at.masks[i]).bit_count(), -i)) for mask in masks
+            max(range(len(at.masks)), key=lambda i: ((mask & at.masks[i]).bit_count(), i == place, -i))
+            for place, mask in enumerate(masks)
         ]
         drafts = [
             self._with_blocks(at.drafts[parent], self.sets.blocks(mask), at.drafts[parent].micro_batch_size)

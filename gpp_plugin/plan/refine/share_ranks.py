@@ -139,6 +139,10 @@ def _searches(
             f"{MAX_BASELINE_SIZE} blocks x ranks)"
         )
         return
+    if len(request.graph.blocks) > FEW_BLOCKS and request.colocate and request.virtual_stages is None:
+        # what is not searched thoroughly is also searched with less freedom
+        yield dataclasses.replace(request, colocate=False), plan
+        yield dataclasses.replace(request, virtual_stages=1), plan
     if plan.planner != "auto":
         return
     if len(request.graph.blocks) * request.num_ranks > MAX_BASES_SIZE:

@@ -90,8 +90,8 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     """Return the finished plan with the shortest step of a request, which may leave its ZeRO stage or loss unit open.
 
     None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes hardly longer than 0 and
-    holds less, or under 0 where the best plain plan has that; under 2 or 3 too where that has one of them, or nothing
-    fits. Loss units are searched for plain plans alone; others have that of `best_unit`.
+    holds less, and under that of the best plain plan where it is another; under 2 and 3 too where nothing fits.
+    Loss units are searched for plain plans alone; others have that of `best_unit`.
 
     Args:
         make: makes the finished plan, by planner ``name``, of a request that leaves neither open.
@@ -105,8 +105,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
     # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
-    wanted = [plan.zero_stage for plan in plain if plan.zero_stage == 0] or [first]
-    wanted += [plan.zero_stage for plan in plain if plan.zero_stage not in wanted]
+    wanted = [first, *(plan.zero_stage for plan in plain if plan.zero_stage != first)]
     for stage in dict.fromkeys((*wanted, *(stage for stage in others if stage > first))):
         if plans and stage not in wanted:
             break

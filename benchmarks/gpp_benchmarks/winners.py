@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from gpp_benchmarks._options import add_option
+from gpp_benchmarks._paper import SAMPLES_PER_DEVICE
 from gpp_plugin.api import make_request, plan_for
 from gpp_plugin.compare.simulated import best_chain
 from gpp_plugin.errors import PlanError
@@ -50,7 +51,15 @@ MODELS = (
 )  # fmt: skip
 CLUSTERS = ("dgx_h100", "l40s_100g", "a100_pcie_25g")
 CASE = ("model", "cluster", "devices", "batch", "memory", "slower")
-TABLE = (*CASE, "bound_ms", *(f"{kind}_ms" for kind in KINDS), "winner", "margin")
+TABLE = (
+    *CASE[:3],
+    "mini_batch",
+    *CASE[4:],
+    "bound_ms",
+    *(f"{kind}_ms" for kind in KINDS),
+    "winner",
+    "margin",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--models", list(MODELS), "as of gpp plan")
     add_option(parser, "--clusters", list(CLUSTERS), "cluster descriptions")
     add_option(parser, "--devices", [16, 64], "numbers of devices")
-    add_option(parser, "--batch", [8], "samples a device")
+    add_option(parser, "--batch", [0], "samples a device; 0 is a paper's for this model, or 8")
     add_option(parser, "--memory", [0], "GB a device; 0 is all that it has")
     add_option(parser, "--slower", [1], "times by which links between nodes are slower")
     add_option(parser, "--workers", 2, "cases at a time")
@@ -84,10 +93,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def find_winner(case: Sequence[Any]) -> dict[str, Any]:
     """Return a case's row: milliseconds of each kind, None where it fits in no way or is not searched; the winner."""
     model, name, devices, batch, memory, slower = case
+    mini_batch = devices * (batch or SAMPLES_PER_DEVICE.get(model, 8))
     limit = {"memory_limit_gb": memory} if memory else {}
     cluster = slow_down(read_cluster(name, num_devices=devices), slower)
     request = make_request(
-        model, cluster, mini_batch=batch * devices, zero="auto", tensor_parallel="auto", **limit
+        model, cluster, mini_batch=mini_batch, zero="auto", tensor_parallel="auto", **limit
     )
     request = dataclasses.replace(request, memory_optimization=("recompute",))
     bound, times = bound_us(request), dict[str, float]()
@@ -120,11 +130,12 @@ def find_winner(case: Sequence[Any]) -> dict[str, Any]:
         "--memory-recompute": "auto",
         "--cluster": name,
         "--devices": devices,
-        "--mini-batch": batch * devices,
+        "--mini-batch": mini_batch,
     }
     options |= {"--memory-limit-gb": memory} if memory else {}
     return {
         **dict(zip(CASE, case, strict=True)),
+        "mini_batch": mini_batch,
         "bound_ms": bound / 1e3,
         **{f"{kind}_ms": times[kind] / 1e3 if kind in times else None for kind in KINDS},
         "winner": ordered[0] if ordered else "none fits",
@@ -168,7 +179,7 @@ def is_win(row: dict[str, Any]) -> bool:
 
 def describe(row: dict[str, Any]) -> str:
     """Return a row in a line: ``mmt, l40s_100g, 16 devices: graph 79.5 ms, 1.31 x as fast as the next``."""
-    more = [f"batch {row['batch']} a device", *([f"{row['memory']} GB"] if row["memory"] else [])]
+    more = [f"mini-batch {row['mini_batch']}", *([f"{row['memory']} GB"] if row["memory"] else [])]
     more += [f"links {row['slower']} x slower"] if row["slower"] > 1 else []
     name = ", ".join([row["model"], row["cluster"], f"{row['devices']} devices", *more])
     own = row.get(f"{row['winner']}_ms")

@@ -36,8 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("plan", type=Path, nargs="?", help="a plan, as gpp plan writes it")
     parser.add_argument(
         "--cluster",
-        help=f"links messages take: a file, or one of {', '.join(cluster_names())} (the plan's own). On others, "
-        "reductions and optimizer steps are left out",
+        help=f"links messages take: a file, or one of {', '.join(cluster_names())} (the plan's own)",
     )
     parser.add_argument("--out", type=output_path, help="write the timeline there")
     parser.add_argument(
@@ -110,8 +109,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         print(format_cost(plan))
     elif plan.cost is not None:
         where = prices.cluster.name if prices.cluster is not None else "no links"
-        line = f"on {where} without reductions and optimizer steps, which are known on {cost_cluster(plan.cost)} alone"
-        print(fill_text(f"{line}: there a step takes {format_ms(plan.cost.step_us)} ms", indent="  "))
+        made = f"on {cost_cluster(plan.cost)}, for which the plan was made, a step takes"
+        print(fill_text(f"simulated on {where}; {made} {format_ms(plan.cost.step_us)} ms", indent="  "))
     else:
         print(NO_COST)
     if args.out is not None:

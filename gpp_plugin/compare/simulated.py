@@ -210,8 +210,8 @@ def single_plan(request: PlanRequest) -> PipelinePlan:
 def best_stock(request: PlanRequest) -> PipelinePlan:
     """Return the quickest chain that stock DeepSpeed can run and hold, with the best that it may have.
 
-    That is any number of stages and loss unit that is left open, and ZeRO 1; layers are recomputed where nothing fits
-    without. Where nothing fits at all it is the quickest.
+    That is any number of stages and loss unit that is left open, and ZeRO 0 or 1. Layers are recomputed where nothing
+    fits without. Where nothing fits at all it is the quickest.
 
     Raises:
         PlanInfeasible: there is none; the message is that of the fewest stages.
@@ -222,9 +222,6 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         schedule="1f1b",
         memory_optimization=(),
         tensor_parallel=1,
-        zero_stage=min(
-            request.num_ranks - 1, 1
-        ),  # its engine takes 0 and 1, which is as quick and holds less
         is_zero_open=False,
         is_unit_open=False,
     )
@@ -234,9 +231,10 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         counts = [count for count in range(1, most + 1) if own.num_ranks % count == 0]
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
-    for count, unit in itertools.product(counts, loss_units(request)):
+    stages = (1, 0) if request.num_ranks > 1 else (0,)  # of ZeRO; its engine takes no others
+    for count, unit, stage in itertools.product(counts, loss_units(request), stages):
         try:
-            wanted = dataclasses.replace(own, num_stages=count, loss_unit=unit)
+            wanted = dataclasses.replace(own, num_stages=count, loss_unit=unit, zero_stage=stage)
             plans.append(make_plan(STOCK_PLANNER, wanted))
         except PlanInfeasible as error:
             problem = problem or error

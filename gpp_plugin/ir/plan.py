@@ -517,9 +517,8 @@ def cost_key(plan: PipelinePlan) -> str:
     """Return what a plan's `StepCost` is stored under: it depends on all that a step's costs follow from, no more."""
     count = len(plan.stages)
     timed = plan.with_each(backend=[""] * count, compiled=[()] * count)
-    return fingerprint(
-        (timed.stages, plan.edges, plan.memory, plan.mini_batch, plan.mode, plan.vertical_sync)
-    )
+    settings = (plan.mini_batch, plan.mode, plan.vertical_sync, plan.zero_stage)
+    return fingerprint((timed.stages, plan.edges, plan.memory, settings))
 
 
 def stage_compute_us(plan: PipelinePlan, index: int) -> float:

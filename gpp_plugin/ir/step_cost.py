@@ -58,6 +58,17 @@ class StageReductions:
             return cls(last_us=half, each_us=half, gather_us=gather_us)
         return cls(last_us=half, each_us=half if zero_stage == 2 else 0.0, step_us=half)
 
+    def times(self, factor: float, early: float, *, gather_us: float) -> StageReductions:
+        """Return the same with sums that take ``factor`` times as long, those of buckets ``early`` times."""
+        return replace(
+            self,
+            last_us=self.last_us * factor,
+            early=tuple((share, left * early) for share, left in self.early),
+            each_us=self.each_us * factor,
+            gather_us=gather_us,
+            step_us=self.step_us * factor,
+        )
+
     def least_behind_us(self, backward_us: float, num_micro_batches: int) -> float:
         """Return what a step is at least longer by than a stage's work, whatever its sums hide behind."""
         behind = min(self.exposed_us(backward_us), self.last_us)
@@ -176,7 +187,6 @@ class StepCost:
     Args:
         plan: key of the plan it is of (`plan.cost_key`); with another one it says nothing.
         prices: what it was simulated with, the cluster among them.
-        zero_stage: what the ranks of a stage share out.
         step_us: the whole.
         compute_us: of the rank that computes most, without tensor sums; ``bubble_us``: what tasks wait for each other.
         message_us: what messages between stages add; ``optimizer_us``: what optimizer steps add.
@@ -188,7 +198,6 @@ class StepCost:
 
     plan: str
     prices: StepPrices
-    zero_stage: Index
     step_us: Micros
     compute_us: Micros
     bubble_us: Micros

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.key_names import name_of
@@ -90,9 +89,9 @@ def request_for(
 def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
     """Return the finished plan with the shortest step of a request, which may leave its ZeRO stage or loss unit open.
 
-    None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes as long as 0 and holds
-    less, and under that of the best plain plan where it is another; under further ones where nothing fits. Loss units
-    are searched for plain plans alone; others have that of `best_unit`.
+    None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes hardly longer than 0 and
+    holds less, or under 0 where the best plain plan has that; under 2 or 3 too where that has one of them, or nothing
+    fits. Loss units are searched for plain plans alone; others have that of `best_unit`.
 
     Args:
         make: makes the finished plan, by planner ``name``, of a request that leaves neither open.
@@ -100,27 +99,23 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     Raises:
         PlanInfeasible: there is no plan; the message is of the first ZeRO stage.
     """
-    # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
+    check_request(request)
+    plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
+    first, *others = zero_stages(request)
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
-
-    def search(stage: int) -> None:
-        nonlocal problem
+    # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
+    wanted = [plan.zero_stage for plan in plain if plan.zero_stage == 0] or [first]
+    wanted += [plan.zero_stage for plan in plain if plan.zero_stage not in wanted]
+    for stage in dict.fromkeys((*wanted, *(stage for stage in others if stage > first))):
+        if plans and stage not in wanted:
+            break
         try:
             own = dataclasses.replace(request, zero_stage=stage)
-            plans.append(make(dataclasses.replace(own, loss_unit=best_unit(own), **closed)))
+            own = dataclasses.replace(own, loss_unit=best_unit(own), is_zero_open=False, is_unit_open=False)
+            plans.append(make(own))
         except PlanInfeasible as error:
             problem = problem or error
-
-    closed: dict[str, Any] = {"is_zero_open": False, "is_unit_open": False}
-    first, *others = zero_stages(request)
-    search(first)
-    plain = plain_plans(request)[:1] if name in PLACING and request.mode == "sync" else []
-    for stage in [plan.zero_stage for plan in plain if plan.zero_stage != first]:
-        search(stage)
-    for stage in others if not plain else ():
-        if not plans:
-            search(stage)
     for each in plain:
         own, (stage_of_all,) = settled(request, each), each.stages
         if any(plan.iteration_us <= each.iteration_us * (1 + 1e-9) for plan in plans):

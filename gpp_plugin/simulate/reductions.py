@@ -21,7 +21,8 @@ earlier where memory allows it, and the task waits for it (`schedule.gathers`).
 
 Sums of one rank take turns in the order in which they begin: they share its links. Messages do not wait for them, nor
 they for messages, as each group of ranks has a communicator of its own; that both then share a link's bandwidth is not
-counted.
+counted. Nor is that the first mini-batch of a job only watches its last backward, or that `reduce_bucket_size` may make
+buckets smaller.
 
 Searches play task graphs. There all stages are early that meet the conditions above, and in front of the last sum
 ranks of a stage do not meet. `simulate_step`, which judges plans, lets those be early that the programs do

@@ -36,7 +36,7 @@ def test_nothing_is_searched_where_plain_data_parallelism_is_near_the_bound():
 def test_a_model_that_fits_in_no_way_is_said_so():
     row = find_winner(case(model="llava_34b", devices=2, batch=1))
     assert row["winner"] == "none fits" and row["margin"] is None
-    assert describe(row) == "llava_34b, summit, 2 devices, batch 1 a device: none fits"
+    assert describe(row) == "llava_34b, summit, 2 devices, mini-batch 2: none fits"
 
 
 def test_the_map_has_a_row_a_model_and_a_column_for_what_differs():

@@ -56,7 +56,6 @@ def test_an_open_stage_is_no_slower_than_any_that_is_named():
         auto = plan_for(drawn(seed, is_zero_open=True))
         named = [plan_for(drawn(seed, zero_stage=stage)).iteration_us for stage in (0, 1)]
         assert auto.iteration_us <= min(named) * (1 + 1e-9)
-        assert auto.zero_stage in (1, 2, 3)
 
 
 def test_what_fits_under_no_other_stage_is_found_under_zero_3():

@@ -15,7 +15,8 @@ from gpp_plugin.ir.plan import cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
-from gpp_plugin.plan.costs.estimate import finished_plan
+from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.costs.estimate import finished_plan, step_cost
 from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
@@ -264,6 +265,32 @@ def test_terms_are_what_a_step_takes_longer_with_each(made):
     assert parts["compute"] > 0
     for each in plan.cost.collectives:
         assert each.total_us >= each.exposed_us and each.hidden_us == each.total_us - each.exposed_us
+
+
+@pytest.mark.parametrize("name", ["zero 0", "zero 1", "zero 2", "zero 3", "async", "tied and unlike"])
+def test_on_another_cluster_all_but_tasks_has_other_prices(name):
+    """As the costs of that cluster have them, from the plan alone; messages, sums, gathers and optimizer steps."""
+    make, choices, _ = PLANS[name]
+    asked = make()
+    plan = api.plan_for(asked, **choices)
+    own = asked.cluster
+    links = tuple(
+        dataclasses.replace(each, bytes_per_s=each.bytes_per_s / 8, latency_us=3 * each.latency_us)
+        for each in own.links
+    )
+    devices = tuple(
+        dataclasses.replace(each, memory_bytes_per_s=each.memory_bytes_per_s / 2) for each in own.devices
+    )
+    other = dataclasses.replace(own, name="slower", links=links, devices=devices)
+    costs = CostModel(asked.graph, asked.profile, other, zero_stage=plan.zero_stage)
+    expected = step_cost(plan, costs).step_us
+    found = (
+        api.simulate_async(plan, other).steady_us
+        if plan.mode == "async"
+        else api.simulate(plan, other).iteration_us
+    )
+    assert found == pytest.approx(expected, rel=2e-3) and found > plan.cost.step_us
+    assert api.simulate(plan, own) == api.simulate(plan)
 
 
 def test_baselines_have_the_ledger_too():

@@ -12,7 +12,8 @@ import pytest
 from gpp_benchmarks._random_plans import random_plan
 from gpp_plugin.engine.gradient_store import GradientStore
 from gpp_plugin.engine.partitioned_gradients import PartitionedGradients
-from gpp_plugin.ir.plan import forward_only_stages
+from gpp_plugin.ir.plan import forward_only_stages, stage_task_us
+from gpp_plugin.ir.program import Direction, InstructionKind
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.step_cost import Reductions, StageReductions
 from gpp_plugin.ir.timeline import EventKind
@@ -26,7 +27,7 @@ from gpp_plugin.simulate.timeline_metrics import timeline_overlap
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.ranks import run_kept_ranks
 from tests.runtime.odd_models import build_odd
-from tests.schedule.plans import chain_plan, cluster_of, on_ranks, sharded, simple_plan
+from tests.schedule.plans import chain_plan, cluster_of, on_ranks, on_shared_ranks, sharded, simple_plan
 from tests.schedule.test_reductions import wide_plan
 from tests.simulate.reference import reference_times
 
@@ -258,6 +259,106 @@ def test_random_plans_take_what_their_buckets_do_one_by_one():
         else:
             num_refused += 1
     assert num_hidden > 15 and num_refused > 0
+
+
+def play_programs(plan, programs, reductions):
+    """Return when every rank has stepped: ranks go on as far as they can, round by round, until all are at their ends.
+
+    Messages take no time. Collectives begin when their last rank has come.
+    """
+    clock, at = dict.fromkeys((p.rank for p in programs), 0.0), dict.fromkeys((p.rank for p in programs), 0)
+    sent, expected, come, begun, num = {}, {p.rank: {} for p in programs}, {}, {}, {}
+    before = None
+    while any(at[p.rank] < len(p.instructions) for p in programs):
+        assert before != at, "the programs stop"
+        before = dict(at)
+        for program in programs:
+            rank = program.rank
+            while at[rank] < len(program.instructions):
+                each = program.instructions[at[rank]]
+                stage, kind, message, task = program.stage_of(each), each.kind, each.message, each.task
+                if task is not None:
+                    needs = expected[rank].get(
+                        (task.stage, task.kind is TaskKind.FORWARD, task.micro_batch, task.half), []
+                    )
+                    gather = begun.get((rank, task.stage))
+                    if task.kind is TaskKind.WEIGHT_GRADIENT:
+                        needs = []
+                    if any(m not in sent for m in needs) or (
+                        gather and len(come[gather]) < plan.stages[task.stage].degree
+                    ):
+                        break
+                    own = reductions.stages[task.stage].gather_us
+                    ready = [sent[m] for m in needs] + [
+                        max(come[gather].values()) + own for _ in range(gather is not None)
+                    ]
+                    clock[rank] = max([clock[rank], *ready]) + stage_task_us(
+                        plan.stages[task.stage], task.kind, task.half
+                    )
+                elif message is not None:
+                    if kind is InstructionKind.SEND or message.is_local_transfer:
+                        sent[message] = clock[rank]
+                    if kind is InstructionKind.RECEIVE:
+                        edge, is_there = plan.edges[message.edge], message.direction is Direction.ACTIVATION
+                        reader = (
+                            edge.dst if is_there else edge.src,
+                            is_there,
+                            message.dst_micro_batch,
+                            message.dst_half,
+                        )
+                        expected[rank].setdefault(reader, []).append(message)
+                elif kind in (InstructionKind.REDUCE_DATA, InstructionKind.GATHER, InstructionKind.STEP):
+                    whole = kind is InstructionKind.STEP
+                    stage = None if whole else stage
+                    key = kind, stage, num.get((rank, kind, stage), 0)
+                    here = come.setdefault(key, {})
+                    here.setdefault(rank, clock[rank])
+                    if kind is InstructionKind.GATHER:
+                        begun[rank, stage] = key
+                    elif len(here) < (len(programs) if whole else plan.stages[stage].degree):
+                        break
+                    else:
+                        own = StageReductions() if whole else reductions.stages[stage]
+                        is_last = all(
+                            i.kind is not kind or program.stage_of(i) != stage
+                            for i in program.instructions[at[rank] + 1 :]
+                        )
+                        clock[rank] = max(here.values()) + (own.last_us if is_last else own.each_us)
+                    num[rank, kind, stage] = num.get((rank, kind, stage), 0) + 1
+                at[rank] += 1
+    return max(clock.values()) + max(own.step_us for own in reductions.stages)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_random_plans_are_judged_as_their_programs_run(zero):
+    rng = random.Random(zero)
+    num_shared = num_longer = 0
+    for _ in range(40):
+        plan = random_trained(rng, most_stages=4, most_ranks=6)
+        if rng.random() < 0.5:
+            plan = on_shared_ranks(plan, rng, 3)
+        plan = plan.with_each(
+            forward_us=[rng.uniform(1, 3) for _ in plan.stages],
+            backward_us=[rng.uniform(1, 6) for _ in plan.stages],
+        )
+        if zero == 3:
+            plan = sharded(plan)
+        each = [
+            StageReductions.under(zero, rng.uniform(0.1, 4), (), rng.uniform(0.1, 4)) for _ in plan.stages
+        ]
+        own = (e if s.degree > 1 else StageReductions() for e, s in zip(each, plan.stages, strict=True))
+        reductions = Reductions(stages=tuple(own))
+        if not any(stage.last_us for stage in reductions.stages):
+            continue
+        schedules = build_schedules(plan)
+        programs = lower_schedules(plan, schedules, reduce_each_backward=zero > 1)
+        us = simulate_step(plan, reductions=reductions).iteration_us
+        # parameters that follow the step: a rank of several stages has one after the other
+        if zero == 3 or not plan.shares_ranks:
+            assert us == pytest.approx(play_programs(plan, programs, reductions))
+        num_shared += plan.shares_ranks
+        num_longer += us > predict_iteration_us(plan)
+    assert num_longer > 20 and num_shared > 5
 
 
 @pytest.mark.parametrize("way", ["each", "gather"])

@@ -82,7 +82,7 @@ def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
             plan = complete_plan(min(plans, key=_order), request.graph, request.profile)
             found.append(finished_plan(plan, settled(request, plan)))
     least_us = min((plan.iteration_us for plan in found), default=0.0)
-    # of equals the lower stage: with one micro-batch a step all take as long
+    # of equals the earlier stage: with one micro-batch a step ZeRO 1 to 3 take as long
     return sorted(found, key=lambda plan: max(plan.iteration_us, least_us * (1 + LEAST_GAIN)))
 
 
@@ -97,11 +97,11 @@ def _plain_plan(request: PlanRequest, choose: Callable[..., PipelinePlan | None]
 
 
 def zero_stages(request: PlanRequest) -> tuple[int, ...]:
-    """Return the ZeRO stages that a plan may have."""
+    """Return the ZeRO stages that a plan may have, the one to begin with first."""
     if not request.is_zero_open:
         return (request.zero_stage,)
-    # 0 takes as long as 1 and holds more; on one rank there is nothing to share out
-    return (0,) if request.num_ranks == 1 else (1, 2) if request.mode == "async" else (1, 2, 3)
+    # 1 takes hardly longer than 0 and holds less; on one rank there is nothing to share out
+    return (0,) if request.num_ranks == 1 else (1, 0, 2) if request.mode == "async" else (1, 0, 2, 3)
 
 
 def loss_units(request: PlanRequest) -> list[int]:
@@ -135,8 +135,8 @@ def best_unit(request: PlanRequest) -> int:
         if costs.stage_memory(rows, degree=degree, local=unit, in_flight=stages) > limit * stages:
             continue
         us = (count + stages - 1) * sum(costs.stage_times(rows, unit)) / stages
-        reduces = costs.num_reductions(count) * float(costs.reduction(degree, 1).us(gradients / stages))
-        best = min(best, (us + reduces, unit))
+        reduces_us = costs.num_reductions(count) * float(costs.reduction(degree, 1).us(gradients / stages))
+        best = min(best, (us + reduces_us, unit))
     return best[1]
 
 

@@ -41,11 +41,13 @@ from gpp_plugin.ir.step_cost import (
     StepCost,
     StepPrices,
 )
+from gpp_plugin.ir.tensors import element_bytes
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, EventKind, Timeline
-from gpp_plugin.plan.costs.collective_costs import gather_times
+from gpp_plugin.plan.costs.collective_costs import collectives, gather_times
 from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.costs.memory_formula import with_breakdown
 from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
 from gpp_plugin.schedule.orders.kfkb import kfkb_schedule
 from gpp_plugin.simulate.predict import AsyncPrediction, predict_iteration_us, simulate_step, simulate_windows
 from gpp_plugin.simulate.reductions import total_times
@@ -379,7 +381,6 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     return StepCost(
         plan=cost_key(plan),
         prices=prices,
-        zero_stage=costs.zero_stage,
         step_us=ends[-1],
         compute_us=busy_us - sums_us,
         bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
@@ -412,19 +413,39 @@ def play_step(plan: PipelinePlan, prices: StepPrices) -> Timeline | AsyncPredict
 def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
     """Return what a plan is simulated with on a cluster; None: on its own.
 
-    Reductions and optimizer steps are priced for the plan's own links and devices: on others only messages, and gathers
-    of parameters, take time, and without any nothing does.
+    Of a plan without costs only messages, and gathers of parameters, are known to take time.
     """
     own = StepPrices() if plan.cost is None else plan.cost.prices
-    if cluster is None or (own.cluster is not None and _prices_alike(cluster, own.cluster)):
+    if cluster is None or cluster == own.cluster:
         return own
-    gathers, free = gather_times(plan, cluster), Reductions(stages=(StageReductions(),) * len(plan.stages))
-    return StepPrices(cluster=cluster, reductions=free.with_gathers(gathers))
+    gathers = gather_times(plan, cluster)
+    if own.cluster is None or own.reductions is None:
+        free = Reductions(stages=(StageReductions(),) * len(plan.stages))
+        return StepPrices(cluster=cluster, reductions=free.with_gathers(gathers))
+    # what is sent is the same: a sum takes as much longer as one of the stage's gradients does
+    before = own.cluster
 
+    def longer(num_bytes: int, ranks: Sequence[int], beside: Sequence[int]) -> float:
+        here, there = (
+            collectives(each, ranks, beside).reduction(plan.zero_stage).us(num_bytes)
+            for each in (before, cluster)
+        )
+        return float(there / here) if here > 0 else 1.0
 
-def _prices_alike(one: Cluster, other: Cluster) -> bool:
-    speeds = ([device.memory_bytes_per_s for device in cluster.devices] for cluster in (one, other))
-    return one.links == other.links and next(speeds) == next(speeds)
+    bucket = EARLY_BUCKET_ELEMENTS * element_bytes(before.devices[0].dtype)
+    stages, updates = [], []
+    for index, (stage, each) in enumerate(zip(plan.stages, own.reductions.stages, strict=True)):
+        sizes = stage.gradient_bytes, min(bucket, stage.gradient_bytes)
+        factor, early = (longer(size, stage.data_ranks(0), stage.ranks) for size in sizes)
+        stages.append(each.times(factor, early, gather_us=gathers.get(index, 0.0)))
+        old, new = (min(on.devices[r].memory_bytes_per_s for r in stage.ranks) for on in (before, cluster))
+        updates.append(own.update_us[index] * old / new)
+    tied = []
+    for holders, us in own.reductions.tied:
+        ranks = [rank for index in holders for rank in plan.stages[index].ranks]
+        tied.append((holders, us * longer(min(plan.stages[i].gradient_bytes for i in holders), ranks, ranks)))
+    reductions = Reductions(stages=tuple(stages), tied=tuple(tied))
+    return StepPrices(cluster=cluster, reductions=reductions, update_us=tuple(updates))
 
 
 def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:

@@ -111,7 +111,6 @@ class Refiner:
     ) -> None:
         self.report = SearchReport() if report is None else report
         self.request, self.costs, self.rules, self.fitter = request, costs, rules, fitter
-        self.num_stages = request.num_stages
         self.evaluator = PlanEvaluator(request, costs, fitter=fitter) if evaluator is None else evaluator
         self.budget = budget
         self.sets = BlockSets(costs) if sets is None else sets
@@ -147,7 +146,7 @@ class Refiner:
         self, masks: Sequence[Mask], wish: int, slack: float = 0.0, way: int | None = None
     ) -> Candidate | None:
         """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
-        if self.num_stages is not None and len(masks) != self.num_stages:
+        if self.request.num_stages not in (None, len(masks)):
             return None
         # on devices of several speeds it matters which of two equal branches is cut
         shape = frozenset(masks) if self.costs.is_mixed else self.sets.shape_of(masks)
@@ -343,7 +342,7 @@ class Refiner:
     def _with_all(self, at: Candidate, partitions: Iterable[list[Mask]]) -> Iterator[Candidate | None]:
         if at.plan is None:
             return (self.with_masks(masks, at.wish, at.slack, at.way) for masks in partitions)
-        kept = (masks for masks in partitions if self.num_stages in (None, len(masks)))
+        kept = (masks for masks in partitions if self.request.num_stages in (None, len(masks)))
         found = itertools.chain.from_iterable(self._inherited(at, masks) for masks in kept)
         return (self._with_drafts(at, drafts) for drafts in found)
 

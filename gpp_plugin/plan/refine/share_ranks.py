@@ -505,17 +505,16 @@ class _Setting:
         return min(plan, scheduled, key=lambda each: each.iteration_us)
 
 
-_Found = tuple[PipelinePlan, Start]
-"""A plan with its time, and the start it has come from."""
-
-
-def _found(candidate: Candidate, start: Start) -> _Found:
-    assert candidate.plan is not None
-    return candidate.plan, dataclasses.replace(start, drafts=candidate.drafts)
+_Found = tuple[PipelinePlan, Drafts]
+"""A plan with its time, and the stages it is made of."""
 
 
 def _shortest_first(found: Iterable[_Found]) -> list[_Found]:
     return sorted(found, key=lambda each: each[0].iteration_us)
+
+
+def _found(candidates: Iterable[Candidate]) -> list[_Found]:
+    return [(each.plan, each.drafts) for each in candidates if each.plan is not None]
 
 
 class _Search:
@@ -539,15 +538,12 @@ class _Search:
             sets=self._partitioner.sets,
         )
         self._is_small, self._is_large = len(request.graph.blocks) <= FEW_BLOCKS, is_large(request)
-        self._numbers = (
-            (NUM_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
-            if self._is_large
-            else (NUM_STARTS, NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
-        )
-        most_groups = LARGE_GROUPS if self._is_large else None
-        self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
+        self._numbers = (NUM_STARTS, NUM_EXACT, NUM_IMPROVED, NUM_REFINED)
+        most_groups = None
         if self._is_large:
-            self._evaluator.budget = BUDGET // 2
+            self._numbers = (NUM_STARTS, LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED)
+            most_groups, self._evaluator.budget = LARGE_GROUPS, BUDGET // 2
+        self._makers = StartMaker(request, self._rules, self._partitioner, plan, most_groups=most_groups)
         self.num_starts = 0
         self.best_of_sizes: dict[int, float] = {}
 
@@ -555,31 +551,29 @@ class _Search:
         """Return the shortest plan found, named; None where none fits."""
         _, num_exact, num_improved, num_refined = self._numbers
         found = self._simulated_starts()
-        exact: list[tuple[Candidate, Start]] = []
-        for _, start in found[:num_exact]:
+        exact: list[Candidate] = []
+        for _, drafts in found[:num_exact]:
             if not exact:  # one of those that fit is taken, also where finding them has spent the budget
                 self._evaluator.budget = max(self._evaluator.budget, 1)
-            candidate = self._refiner.placed(start.drafts)
-            if candidate is not None:
-                exact.append((candidate, start))
+            candidate = self._refiner.placed(drafts)
+            exact += [] if candidate is None else [candidate]
         if not exact:
             return None
-        exact.sort(key=lambda each: each[0].score)
-        best = [_found(*each) for each in exact]
-        for timed, start in [*found, *best]:
-            size = max(draft.micro_batch_size for draft in start.drafts)
+        exact.sort(key=lambda each: each.score)
+        for timed, drafts in [*found, *_found(exact)]:
+            size = max(draft.micro_batch_size for draft in drafts)
             self.best_of_sizes[size] = min(self.best_of_sizes.get(size, math.inf), timed.iteration_us)
         share = self._evaluator.budget // num_improved
-        improved = []
-        for candidate, start in exact[:num_improved]:
-            least = self._evaluator.budget - share
-            improved.append(_found(self._refiner.improve(candidate, least=least), start))
+        improved = [
+            self._refiner.improve(each, least=self._evaluator.budget - share) for each in exact[:num_improved]
+        ]
         # of few tasks all were simulated exactly, and what is not shortest with the usual counts may be with others
-        near = _shortest_first([*improved, *(found if self._is_small else best)])
+        near = _shortest_first([*_found(improved), *(found if self._is_small else _found(exact))])
         near = [each for each in near if each[0].iteration_us <= near[0][0].iteration_us * NEAR][:num_refined]
         self._evaluator.budget = BUDGET // 4 if self._is_large else BUDGET
-        plan, start = _shortest_first((self._evaluator.refined(plan), start) for plan, start in near)[0]
-        return self._named(plan, start)
+        return self._named(
+            *_shortest_first((self._evaluator.refined(plan), drafts) for plan, drafts in near)[0]
+        )
 
     def _simulated_starts(self) -> list[_Found]:
         """Return the starts that fit with their rough times, the shortest first."""
@@ -590,12 +584,12 @@ class _Search:
             below = min((plan.iteration_us for plan, _ in found), default=math.inf)
             plan = self._evaluator.evaluated(start.drafts, below_us=below * NEAR)
             if plan is not None:
-                found.append((plan, start))
+                found.append((plan, start.drafts))
         return _shortest_first(found)
 
-    def _named(self, plan: PipelinePlan, start: Start) -> PipelinePlan:
-        """Return the plan of a start with the names of its stages."""
-        named = build_plan(self._request, start.drafts, planner=self._plan.planner, costs=self._costs)
+    def _named(self, plan: PipelinePlan, drafts: Drafts) -> PipelinePlan:
+        """Return the plan of these stages with their names."""
+        named = build_plan(self._request, drafts, planner=self._plan.planner, costs=self._costs)
         stages = plan.with_each(name=[other.name for other in named.stages]).stages
         # its edges say what its orders reckon with
         return dataclasses.replace(named, stages=stages, edges=plan.edges, iteration_us=plan.iteration_us)

@@ -152,6 +152,25 @@ class GoingStore:
     set = get = compare_set = check
 
 
+def test_the_thread_finds_that_the_store_s_rank_is_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that is stuck in torch asks nobody, and is ended by what the thread knows."""
+    monkeypatch.setattr(failure_board, "BEAT_S", 0.05)
+    holder = multiprocessing.get_context("fork").Process(target=_sleep)
+    holder.start()
+    boards = make_boards(2)
+    found, own = failure_board.stat_of(holder.pid or 0), failure_board.RankProcess.own()
+    assert found is not None
+    boards[1]._processes[0] = failure_board.RankProcess(own.space, holder.pid or 0, found[1])
+    holder.kill()
+    holder.join()
+    deadline = time.monotonic() + 30
+    while boards[1].first is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert boards[1].first is not None and boards[1].first.rank == 0
+    assert "its process is gone" in boards[1].first.why
+    close(boards)
+
+
 def test_nothing_is_written_of_a_lost_store_once_the_board_is_closed() -> None:
     holder = multiprocessing.get_context("fork").Process(target=_sleep)
     holder.start()

@@ -533,6 +533,10 @@ class FailureBoard:
             return
         self._look_for_stops()
         if self._is_store_quiet():
+            if (
+                self._state_of(self._holder) == "dead"
+            ):  # it may go on, stopped; so, no wait needs to have broken off
+                self._find_lost_holder()
             return
         if self._holder is not None and self._has(f"left/{self._holder}"):
             self._set(f"knows/{self.rank}", 1)

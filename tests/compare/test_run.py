@@ -67,7 +67,7 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
     [
         ("gpt2_tiny --mini-batch 6", "--loss-unit: 4 does not divide --mini-batch 6"),
         ("gpt2_tiny --scale-time 2", "--scale-time: is for --emulate"),
-        ("gpt2_tiny --emulate --modes single", "give --modes stock,chain,graph"),
+        ("gpt2_tiny --emulate --modes single", "give --modes plain,stock,chain,graph"),
         ("gpt2_tiny --config absent.json", "absent.json: cannot be read"),
         (
             "gpt2_tiny --config ds.json --mini-batch 8 --stages 2",

@@ -7,6 +7,7 @@ head (rank 3)       embed.weight (tied), norm.weight, out.*
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -110,6 +111,8 @@ def engine_of(module: nn.Module, config: dict[str, Any], **options: Any) -> Stag
     """Return a rank's one stage whose weights DeepSpeed updates; options of its optimizer, and of `RankEngine`."""
     names = ("optimizer", "lr_scheduler", "parameter_groups")
     own = {name: options.pop(name) for name in names if name in options}
+    stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
+    options["plan"] = dataclasses.replace(options["plan"], zero_stage=stage)  # as a plan for this configuration says
     make_optimizer = functools.partial(DeepSpeedOptimizer, config=config, **own)
     return RankEngine(modules=[module], make_optimizer=make_optimizer, framework=FRAMEWORK, **options).only
 

@@ -172,7 +172,8 @@ def tell(directory: Path, tag: str | None = None, **options: Any) -> str:
 
 def test_another_plan_loads(saved: Path) -> None:
     assert tell(saved, fewer_stages=True) == "loaded second, step 2"
-    assert load(PipelinePlan, saved / "second" / "plan.json") == toy.make_plan()
+    plan = load(PipelinePlan, saved / "second" / "plan.json")
+    assert plan == dataclasses.replace(toy.make_plan(), zero_stage=1)
 
 
 def test_another_model_is_refused(saved: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +26,13 @@ def without_nvcc(monkeypatch: pytest.MonkeyPatch) -> None:
     """A torch with CUDA and no toolkit, as pip installs it."""
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", None)
+
+
+def let_go() -> Any:
+    """Return what only itself refers to, as a destroyed engine."""
+    engine = torch.nn.Module()
+    engine.__dict__["itself"] = engine
+    return engine
 
 
 def usable(params: dict[str, Any], kind: str = "AdamW", **more: Any) -> tuple[dict[str, Any], str]:
@@ -51,8 +59,10 @@ def test_a_job_on_gpus_without_nvcc_trains_with_torchs_fused_adam(
     monkeypatch.setattr(dispatch, "GraphPipelineEngine", make_engine)
     model = dispatch.GraphPipelineModule(torch.nn.Linear(2, 2), sample_batch={"input": torch.zeros(8, 2)})
     config = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1}}}
+    gone = weakref.ref(let_go())
     with caplog.at_level(logging.WARNING):
         dispatch.initialize(model=model, config=config | {"graph_pipeline": {"enabled": True}})
+    assert gone() is None, "what an engine of before held would be there beside this one's"
     params = made[0]["ds_config"]["optimizer"]["params"]
     assert params == {"lr": 0.1, "weight_decay": 0.0, "torch_adam": True, "fused": True}
     said = [r.getMessage() for r in caplog.records if "torch's fused implementation" in r.getMessage()]

@@ -112,7 +112,9 @@ def engine_of(module: nn.Module, config: dict[str, Any], **options: Any) -> Stag
     names = ("optimizer", "lr_scheduler", "parameter_groups")
     own = {name: options.pop(name) for name in names if name in options}
     stage = int((config.get("zero_optimization") or {}).get("stage") or 0)
-    options["plan"] = dataclasses.replace(options["plan"], zero_stage=stage)  # as a plan for this configuration says
+    options["plan"] = dataclasses.replace(
+        options["plan"], zero_stage=stage
+    )  # as a plan for this configuration says
     make_optimizer = functools.partial(DeepSpeedOptimizer, config=config, **own)
     return RankEngine(modules=[module], make_optimizer=make_optimizer, framework=FRAMEWORK, **options).only
 

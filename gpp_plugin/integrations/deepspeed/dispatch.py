@@ -196,9 +196,10 @@ def _initialize(
 ) -> Any:
     data, collate_fn = call.get("training_data"), call.get("collate_fn")
     # From here on the ranks are joined.
-    # An engine that the caller destroyed and let go of is in circles: its weights and optimizer state go here.
-    gc.collect()
     setting = _make_setting(ds_config, block, model, call)
+    if setting.device.type == "cuda":
+        # An engine that the caller destroyed and let go of is in circles: its weights and optimizer state go here.
+        gc.collect()
     if setting.rank == 0:
         for line in reading.warnings:
             logger.warning("%s", line)

@@ -418,6 +418,13 @@ def _words(vocabulary: int, length: int, hidden: int) -> tuple[BlockSpec, BlockS
     return table, dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
 
 
+def _tower(name: str, layers: int, length: int, hidden: int, heads: int, granularity: str) -> list[BlockSpec]:
+    """Return the layers of an encoder, four times as wide inside."""
+    return transformer_layers(
+        name, layers, length=length, hidden=hidden, heads=heads, inner=4 * hidden, granularity=granularity
+    )
+
+
 def multimodal(
     *,
     layers: int = 32,
@@ -441,25 +448,17 @@ def multimodal(
     Args:
         inner: of two products; a gated layer of three with grouped heads has as many parameters with another.
     """
-    encoders = {"vision": (vision_layers, vision_hidden, vision_heads, patches)}
+    encoders = {"vision": (vision_layers, patches, vision_hidden, vision_heads)}
     if audio_layers > 1:
-        encoders["audio"] = audio_layers, audio_hidden, audio_hidden // 80, frames
+        encoders["audio"] = audio_layers, frames, audio_hidden, audio_hidden // 80
     table, head = _words(vocabulary, length, hidden)
     text = transformer_layers(
         "layers", layers, length=length, hidden=hidden, heads=heads, inner=inner, granularity=granularity
     )
     specs = [table, *text, head]
     edges = path_edges([spec.name for spec in specs])
-    for branch, (count, width, own_heads, tokens) in encoders.items():
-        path = transformer_layers(
-            branch,
-            count,
-            length=tokens,
-            hidden=width,
-            heads=own_heads,
-            inner=4 * width,
-            granularity=granularity,
-        )
+    for branch, (count, tokens, width, own_heads) in encoders.items():
+        path = _tower(branch, count, tokens, width, own_heads, granularity)
         path.append(linear(f"{branch}.projector", width, hidden, rows=tokens))
         edges += path_edges([*(spec.name for spec in path), table.name])
         specs = [*path, *specs]
@@ -480,20 +479,12 @@ def two_towers(
 ) -> AnalyticModel:
     """Return a large image tower beside a small text tower (EVA-CLIP-18B), joined by a head without a contrast."""
     towers = {
-        "vision": (layers, hidden, heads, length),
-        "text": (text_layers, text_hidden, text_heads, text_length),
+        "vision": (layers, length, hidden, heads),
+        "text": (text_layers, text_length, text_hidden, text_heads),
     }
     paths = []
-    for branch, (count, width, own_heads, tokens) in towers.items():
-        path = transformer_layers(
-            branch,
-            count,
-            length=tokens,
-            hidden=width,
-            heads=own_heads,
-            inner=4 * width,
-            granularity=granularity,
-        )
+    for branch, (count, tokens, width, own_heads) in towers.items():
+        path = _tower(branch, count, tokens, width, own_heads, granularity)
         paths.append([*path, linear(f"{branch}.projection", width, 1536)])
     return _joined("two_towers", paths, 1536)
 

@@ -14,7 +14,7 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.plan.baselines.data_parallel import best_unit, plain_plans, settled, zero_stages
+from gpp_plugin.plan.baselines.data_parallel import best_unit, closed, plain_plans, settled, zero_stages
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
@@ -111,8 +111,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
             break
         try:
             own = dataclasses.replace(request, zero_stage=stage)
-            own = dataclasses.replace(own, loss_unit=best_unit(own), is_zero_open=False, is_unit_open=False)
-            plans.append(make(own))
+            plans.append(make(closed(own, stage, best_unit(own))))
         except PlanInfeasible as error:
             problem = problem or error
     for each in plain:

@@ -69,15 +69,10 @@ def plain_plans(request: PlanRequest) -> list[PipelinePlan]:
     units = loss_units(request) if request.is_unit_open else [request.loss_unit]
     found = []
     for stage in zero_stages(request):
-        closed = [
-            dataclasses.replace(
-                request, zero_stage=stage, loss_unit=unit, is_zero_open=False, is_unit_open=False
-            )
-            for unit in units
-        ]
-        plans = [plan for each in closed if (plan := _plain_plan(each, best_plan)) is not None]
+        each_closed = [closed(request, stage, unit) for unit in units]
+        plans = [plan for each in each_closed if (plan := _plain_plan(each, best_plan)) is not None]
         if not plans and request.memory_optimization:
-            plans = [plan for each in closed if (plan := _plain_plan(each, best_optimized)) is not None]
+            plans = [plan for each in each_closed if (plan := _plain_plan(each, best_optimized)) is not None]
         if plans:
             plan = complete_plan(min(plans, key=_order), request.graph, request.profile)
             found.append(finished_plan(plan, settled(request, plan)))
@@ -140,15 +135,16 @@ def best_unit(request: PlanRequest) -> int:
     return best[1]
 
 
+def closed(request: PlanRequest, zero_stage: int, loss_unit: int) -> PlanRequest:
+    """Return the request with this ZeRO stage and loss unit, neither open."""
+    return dataclasses.replace(
+        request, zero_stage=zero_stage, loss_unit=loss_unit, is_zero_open=False, is_unit_open=False
+    )
+
+
 def settled(request: PlanRequest, plan: PipelinePlan) -> PlanRequest:
     """Return the request with what it left open as the plan has it."""
-    return dataclasses.replace(
-        request,
-        zero_stage=plan.zero_stage,
-        loss_unit=plan.loss_unit,
-        is_zero_open=False,
-        is_unit_open=False,
-    )
+    return closed(request, plan.zero_stage, plan.loss_unit)
 
 
 def best_plain(request: PlanRequest) -> PipelinePlan:
@@ -167,8 +163,8 @@ def best_plain(request: PlanRequest) -> PipelinePlan:
         keep_units=False,
         schedule="1f1b",
     )
-    closed = [dataclasses.replace(own, zero_stage=stage) for stage in zero_stages(own)]
-    gathered = [plan for each in closed if (plan := gathered_features(each)) is not None]
+    under = [dataclasses.replace(own, zero_stage=stage) for stage in zero_stages(own)]
+    gathered = [plan for each in under if (plan := gathered_features(each)) is not None]
     fitting = [plan for plan in gathered if memory_excess(request, plan)[0] <= 0]
     found = plain_plans(own)[:1] or fitting or gathered[-1:]
     if not found:

@@ -13,6 +13,7 @@ from gpp_plugin.compare.compare_settings import GRAPH
 from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
 from gpp_plugin.ir.plan import cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
+from gpp_plugin.commands import simulate_command
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -260,6 +261,11 @@ def test_terms_are_what_a_step_takes_longer_with_each(made):
         assert parts[GATHERS] == 0
     if all(stage.tensor == 1 for stage in plan.stages):
         assert parts[TENSOR_SUMS] == 0
+    else:  # behind the weight gradients of a whole backward
+        (sums,) = (each for each in plan.cost.collectives if each.kind == TENSOR_SUMS)
+        assert 0 < sums.hidden_us < sums.total_us
+        printed = simulate_command._overlap(plan, api.simulate(plan), plan.cost.prices.cluster)["overlap"][-1]
+        assert (printed["kind"], printed["hidden_us"]) == (TENSOR_SUMS, sums.hidden_us)
     if len(plan.stages) == 1:
         assert parts["bubble"] == pytest.approx(0, abs=1e-6) and parts["messages"] == 0
     assert parts["compute"] > 0

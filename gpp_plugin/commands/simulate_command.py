@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="also say how much of messages, reductions, gathers, tensor sums and swap's copies is hidden behind computing",
+        help="also say what computing hides of messages, reductions, gathers, tensor sums and swap's copies",
     )
     add_width(parser)
     parser.add_argument(

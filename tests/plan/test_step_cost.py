@@ -8,12 +8,12 @@ import pytest
 
 from gpp_plugin import api
 from gpp_plugin.cli import main
+from gpp_plugin.commands import simulate_command
 from gpp_plugin.commands.rehearse_command import format_rehearsal, rehearsal_figures
 from gpp_plugin.compare.compare_settings import GRAPH
 from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
 from gpp_plugin.ir.plan import cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
-from gpp_plugin.commands import simulate_command
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.cost_model import CostModel

@@ -407,7 +407,9 @@ class PipelineSurface:
 
         Raises:
             ConfigError: ``exclude_frozen_parameters``: a checkpoint holds the whole model.
+            ValueError: ``save_dir`` is empty or no path, as in all calls that take a directory; nothing is written.
         """
+        check_directory("save_checkpoint", save_dir)
         _refuse_left_out("save_checkpoint", exclude_frozen_parameters)
         self._files.save(save_dir, tag, client_state, save_latest)
         return True
@@ -421,10 +423,11 @@ class PipelineSurface:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Read a checkpoint of this model, whatever plan it was saved on; collective.
 
         Without a tag it is the one that `latest` names, or the newest whole one where that is broken.
+        Where nothing was ever saved it is ``(None, None)``, with a warning, as of DeepSpeed's.
 
         Args:
             load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
@@ -437,18 +440,22 @@ class PipelineSurface:
             ConfigError: the ranks' files are not of one checkpoint; or `load_module_strict` is False or
                 `custom_load_fn`, which DeepSpeed's engine takes.
         """
+        check_directory("load_checkpoint", load_dir)
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint takes every tensor of the model, each checked against the manifest: neither "
                 "load_module_strict=False nor custom_load_fn; use load_module_state_dict(state_dict, strict=False)"
             )
-        return self._files.load(
+        found = self._files.load(
             load_dir,
             tag,
             optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states,
             weights_only=load_module_only,
         )
+        if found[0] is None and self.global_rank == 0:
+            logger.warning("load_checkpoint: no checkpoint is in %s; training starts anew", load_dir)
+        return found
 
     def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
         """Continue from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
@@ -462,10 +469,12 @@ class PipelineSurface:
         Raises:
             CheckpointError: there are checkpoints, and none is whole, or they are of another model or optimizer.
         """
-        return self._files.resume(load_dir)
+        check_directory("resume", load_dir)
+        return self._files.load(load_dir, None, optimizer=True, scheduler=True, weights_only=False)[1]
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        check_directory("save_pretrained", save_directory)
         self._files.export(save_directory)
 
     def save_16bit_model(
@@ -475,6 +484,7 @@ class PipelineSurface:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        check_directory("save_16bit_model", save_dir)
         _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
         if save_filename not in ("model.safetensors", "pytorch_model.bin"):
             raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
@@ -578,6 +588,18 @@ class PipelineSurface:
     def dataloader_drop_last(self) -> bool:
         """Return whether the JSON requests a last, short batch to be left out."""
         return bool(self._ds_config.get("dataloader_drop_last", False))
+
+
+def check_directory(call: str, directory: Any) -> None:
+    """Refuse what names no directory, before the other ranks are met.
+
+    Raises:
+        ValueError: it is empty, or no path.
+    """
+    if not isinstance(directory, str | os.PathLike) or not str(directory).strip():
+        raise ValueError(
+            f"{call}: the directory is {directory!r}; give a path ('.' is the working directory)"
+        )
 
 
 def _refuse_left_out(name: str, exclude_frozen_parameters: bool) -> None:

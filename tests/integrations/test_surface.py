@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from torch import nn
 from gpp_plugin.engine.compatibility import PipelineSurface, why_lacking
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.errors import ConfigError
-from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.integrations.engine_jobs import B, config_of, logged, make_engine, said_of, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
 
@@ -81,11 +84,19 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 
-def ask() -> dict[str, Any]:
+WITH_DIRECTORY = "save_checkpoint", "load_checkpoint", "resume", "save_pretrained", "save_16bit_model"
+
+
+def ask(directory: str) -> dict[str, Any]:
     """What a user asks of an engine on two ranks of one stage, before and after a step."""
     model, make_batch = build("gpt2")
     engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1}))
     applied = [engine.was_step_applied()]
+    with contextlib.chdir(directory):
+        calls = [functools.partial(getattr(engine, n), d) for n in WITH_DIRECTORY for d in ("", " ", None, 5)]
+        refused = [said_of(call) for call in calls]
+    with logged("gpp_plugin.engine.compatibility") as records:
+        nothing = engine.load_checkpoint(directory), engine.resume(directory)
     before = {name: value.clone() for name, value in engine.state_dict().items()}
     losses = steps(engine, [make_batch(B, 0)])
     assert engine.agg_train_loss is not None
@@ -103,6 +114,9 @@ def ask() -> dict[str, Any]:
         "changed": changed,
         "restored": restored,
         "applied": applied,
+        "refused": refused,
+        "nothing": nothing,
+        "warned": [record.getMessage() for record in records],
         "positions": (engine.get_data_parallel_rank(), engine.get_model_parallel_rank()),
         "batch": engine.get_batch_info(),
         "mom": engine.get_mom(),
@@ -118,11 +132,19 @@ def ask() -> dict[str, Any]:
     }
 
 
-def test_an_engine_answers_for_its_rank() -> None:
+def test_an_engine_answers_for_its_rank(tmp_path: Path) -> None:
     model, _ = build("gpt2")
     names = set(dict(model.named_parameters()))
     seen: set[str] = set()
-    for rank, answer in enumerate(run_kept_ranks(ask, 2)):
+    answers = run_kept_ranks(ask, 2, str(tmp_path))
+    assert not list(tmp_path.iterdir()), "what is refused writes nothing"
+    for rank, answer in enumerate(answers):
+        wrong = [f"ValueError: {name}: the directory is" for name in WITH_DIRECTORY for _ in range(4)]
+        assert all(map(str.startswith, answer["refused"], wrong)), answer["refused"]
+        assert answer["nothing"] == ((None, None), None)
+        assert len(answer["warned"]) == (rank == 0) and all(
+            "no checkpoint is in" in t for t in answer["warned"]
+        )
         assert set(answer["names"]) <= names and answer["count"] == len(answer["names"])
         assert answer["state"].keys() >= set(answer["names"])
         assert answer["changed"] and answer["restored"], "what is loaded is trained on"

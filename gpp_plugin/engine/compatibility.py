@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,16 @@ def why_lacking(name: str) -> str | None:
 logger = logging.getLogger(__name__)
 
 
-class PipelineSurface:
+def _lack(engine: Any) -> NoReturn:
+    """Leave a name to `PipelineSurface.__getattr__`, which says why it is not there."""
+    raise AttributeError
+
+
+class PipelineSurface(nn.Module):
     """The queries of DeepSpeed's pipeline engine, answered from the rank's stages, the configuration and the files.
+
+    A module, as DeepSpeed's engine is, whose one child is `module`; parameters, buffers and state have the names of
+    the whole model all the same. What would move, cast or extend it does not exist.
 
     Args:
         reference: the model that the stages' plan is on.
@@ -73,6 +81,7 @@ class PipelineSurface:
         files: PipelineFiles,
         ds_config: Mapping[str, Any],
     ) -> None:
+        super().__init__()
         self.plan: PipelinePlan = stages.plan
         self.rank_engine = stages
         self.module = joined_module([stage.module for stage in stages.stages])
@@ -85,8 +94,10 @@ class PipelineSurface:
         self.agg_train_loss: Tensor | None = None
         """What `train_batch` returned last; None before its first call."""
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         # only for what is not there at all; Python and torch request dunders to see what an object is
+        if name in self.__dict__.get("_modules", ()):
+            return self._modules[name]
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         reason = why_lacking(name)
@@ -118,21 +129,20 @@ class PipelineSurface:
         """Yield the buffers of this rank's stages with their names in the whole model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Tensor] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Tensor]:
         """Return this rank's part of the model's state dict: `module_state_dict`; `gather_state_dict` has the whole."""
-        return self.module_state_dict()
+        state = {} if destination is None else destination
+        state.update({f"{prefix}{name}": value for name, value in self.module_state_dict().items()})
+        return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
         """Take this rank's tensors from a state dict: `load_module_state_dict`."""
         self.load_module_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: every `train_batch` begins without gradients and forgets its own behind its step."""
-
-    @property
-    def training(self) -> bool:
-        """Return True: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
-        return True
 
     @property
     def global_steps(self) -> int:
@@ -365,11 +375,10 @@ class PipelineSurface:
             "train_batch_size in the JSON and start anew from a checkpoint"
         )
 
-    def train(self, mode: bool = True) -> None:
-        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
-
-    def eval(self) -> None:
-        """Do nothing: `eval_batch` evaluates."""
+    def train(self, mode: bool = True) -> Self:
+        """Note the mode in ``training``; `train_batch` trains and `eval_batch` evaluates in any."""
+        self.training = mode
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a graph of stages runs whole mini-batches."""
@@ -588,6 +597,11 @@ class PipelineSurface:
     def dataloader_drop_last(self) -> bool:
         """Return whether the JSON requests a last, short batch to be left out."""
         return bool(self._ds_config.get("dataloader_drop_last", False))
+
+
+for _name in dir(nn.Module):
+    if not _name.startswith("_") and why_lacking(_name) is not None:
+        setattr(PipelineSurface, _name, property(_lack))
 
 
 def check_directory(call: str, directory: Any) -> None:

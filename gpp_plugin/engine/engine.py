@@ -48,7 +48,7 @@ from gpp_plugin.capture.tracing.sample_batches import (
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
-from gpp_plugin.engine.framework import StageReplica, WeightUpdater, WriteEvents
+from gpp_plugin.engine.framework import Monitor, StageReplica, WeightUpdater
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
     BatchSource,
@@ -136,7 +136,7 @@ class GraphPipelineEngine(PipelineSurface):
         framework: which one this is and its release, for errors.
         make_optimizer: returns what updates a stage's weights, once its replicas are equal; casts the module.
         check_shared_out: refuses captured stages on tensor ranks where weights cannot be stepped in parts.
-        make_monitor: returns what writes events where the configuration requests them; called on rank 0.
+        make_monitor: returns what writes events where the configuration requests them.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -154,7 +154,7 @@ class GraphPipelineEngine(PipelineSurface):
         framework: str,
         make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
         check_shared_out: Callable[[PipelinePlan], None],
-        make_monitor: Callable[[], WriteEvents | None],
+        make_monitor: Callable[[], Monitor],
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
@@ -222,13 +222,9 @@ class GraphPipelineEngine(PipelineSurface):
         )
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        write_events = do_together(
-            lambda: make_monitor() if setting.rank == 0 else None,
-            what="making the monitors",
-            group=setting.group,
-        )
+        self.monitor = do_together(make_monitor, what="making the monitors", group=setting.group)
         self._metrics = Metrics(
-            ds_config, setting, reference, plan, write_events=write_events, collectives=self._collectives
+            ds_config, setting, reference, plan, monitor=self.monitor, collectives=self._collectives
         )
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
@@ -521,6 +517,7 @@ class GraphPipelineEngine(PipelineSurface):
         weighted by its samples; every rank gets it. What is under way is finished first.
 
         Args:
+            num_micro_batches: so many batches (or units) of ``data_iter`` as one; None: one, or the units.
             return_logits: also return the named ``outputs`` of the model, samples in order, on every rank.
             compute_loss: False evaluates without labels and returns the outputs only.
 
@@ -532,12 +529,15 @@ class GraphPipelineEngine(PipelineSurface):
         self.rank_engine.refuse_while_gathered()
         self._steps.drain()
         # The other arguments of DeepSpeed's have one value that means something here.
-        if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:
+        if reduce_output not in ("avg", None) or not bcast_loss:
             raise ConfigError(
-                "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
-                "the mean loss is returned on every rank and the batch decides how many micro-batches run"
+                "eval_batch: only reduce_output='avg' and bcast_loss=True are supported; the mean loss is returned on "
+                "every rank"
             )
-        batch = self._data.take(data_iter, refusal=self._look_at_model(is_training=False))
+        if num_micro_batches is not None and num_micro_batches < 1:
+            raise ConfigError(f"eval_batch: num_micro_batches is {num_micro_batches}; give a positive number")
+        refusal = self._look_at_model(is_training=False)
+        batch = self._data.take(data_iter, count=num_micro_batches, refusal=refusal)
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = without_keys(batch, NO_LOSS)

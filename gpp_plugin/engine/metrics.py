@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.engine.framework import WriteEvents
+from gpp_plugin.engine.framework import Monitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
@@ -195,7 +195,7 @@ class Metrics:
     step log.
 
     Args:
-        write_events: writes events, where the configuration requests any.
+        monitor: writes events, where the configuration requests any.
         collectives: of all ranks.
     """
 
@@ -206,7 +206,7 @@ class Metrics:
         reference: Reference,
         plan: PipelinePlan,
         *,
-        write_events: WriteEvents | None,
+        monitor: Monitor,
         collectives: Collectives,
     ) -> None:
         self._is_writer = setting.rank == 0
@@ -222,7 +222,7 @@ class Metrics:
         self._seconds: list[float] = []
         self._num_tokens = 0
         self._phases = PhaseTimes()
-        self._write = write_events
+        self._write = monitor.write_events if monitor.enabled else None
         self._collectives = collectives
         self._outliers = OutlierMonitor()
         self._stragglers: StragglerWatch | None = None

@@ -161,18 +161,20 @@ class TrainingData:
         return self._agreed(lambda: self._take(data_iter) if taken is None else _result(taken), compares=True)
 
     @HERE.during(LOADING)
-    def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
+    def take(
+        self, data_iter: Iterator[Any], *, count: int | None = None, refusal: Exception | None = None
+    ) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
 
         Args:
-            refusal: as of `next`.
+            count, refusal: as of `BatchSource.take` and `next`.
 
         Raises:
             ConfigError: it is no batch.
             StopIteration: ``data_iter`` ended, here or on another rank.
         """
         self._batch_source.refusal = refusal
-        return self._agreed(lambda: self._batch_source.take(data_iter), compares=False)
+        return self._agreed(lambda: self._batch_source.take(data_iter, count), compares=False)
 
     def _agreed(self, take: Callable[[], Batch], *, compares: bool) -> Batch:
         """Return what every rank could take; collective; raises as of `BatchSource.agree`."""

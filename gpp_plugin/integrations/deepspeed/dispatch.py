@@ -34,7 +34,7 @@ from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.reader import batch_arithmetic, check_ranks, load_deepspeed_json, read_config
 from gpp_plugin.data import PackedUnits
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.framework import StageReplica, WriteEvents
+from gpp_plugin.engine.framework import Monitor, StageReplica
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
@@ -277,6 +277,8 @@ def _checked_arguments(
     model = call.get("model")
     if not isinstance(model, (nn.Module, StageGraph)):
         raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, GraphPipelineEngine):
+        raise ConfigError("deepspeed.initialize: model is an engine already; pass the model it was made of")
     if isinstance(model, PipelineModule):
         raise ConfigError(
             "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
@@ -421,14 +423,14 @@ class DeepSpeedFramework:
         """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
         return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
 
-    def make_monitor(self) -> WriteEvents | None:
+    def make_monitor(self) -> Monitor:
         """Return what writes to DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet.
 
         Raises:
             ConfigError: one that is enabled is not installed.
         """
         try:
-            monitor = MonitorMaster(get_monitor_config(dict(self._ds_config)))
+            return MonitorMaster(get_monitor_config(dict(self._ds_config)))  # type: ignore[no-any-return]
         except ImportError as error:
             name = error.name or "a package"
             raise ConfigError(
@@ -440,7 +442,6 @@ class DeepSpeedFramework:
                 f"a monitor of the configuration cannot be made: {first_line(error)}; mend what it needs, or set its "
                 '"enabled" to false'
             ) from error
-        return monitor.write_events if monitor.enabled else None
 
 
 def _make_setting(

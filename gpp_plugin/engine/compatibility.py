@@ -260,7 +260,7 @@ class PipelineSurface(nn.Module):
     @property
     def micro_steps(self) -> int:
         """Return the losses of all steps so far."""
-        return self.global_steps * self.gradient_accumulation_steps()
+        return self.global_samples // self.train_micro_batch_size_per_gpu()
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -366,14 +366,7 @@ class PipelineSurface(nn.Module):
     def reset_activation_shape(self) -> None:
         """Do nothing: a new shape is noticed by itself."""
 
-    # What would change what a plan was made for, or run a part of a mini-batch, is refused with what to call instead.
-
-    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
-        """Refuse: the plan is made for one mini-batch."""
-        raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): the plan is made for {self.plan.mini_batch} samples; set "
-            "train_batch_size in the JSON and start anew from a checkpoint"
-        )
+    # What would run a part of a mini-batch is refused with what to call instead.
 
     def train(self, mode: bool = True) -> Self:
         """Note the mode in ``training``; `train_batch` trains and `eval_batch` evaluates in any."""

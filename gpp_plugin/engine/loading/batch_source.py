@@ -250,6 +250,13 @@ class BatchSource:
         self.step = 0
         self.refusal: Exception | None = None
 
+    def resize(self, mini_batch: int) -> None:
+        """Give mini-batches of so many samples from now on; shapes are announced anew."""
+        self.drop_prefetched()
+        self._mini_batch = mini_batch
+        self._announced.clear()
+        self._shapes.clear()
+
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
 

@@ -103,7 +103,7 @@ class PipelineSurface(nn.Module):
         reason = why_lacking(name)
         if reason is None:
             present = [each for each in dir(type(self)) if not each.startswith("_")]
-            near = difflib.get_close_matches(name, present, n=1)
+            near = difflib.get_close_matches(name, present, n=1, cutoff=0.8)
             reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
         raise AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
 

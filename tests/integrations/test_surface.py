@@ -16,7 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from gpp_plugin.engine.compatibility import PipelineSurface, _lack, why_lacking
+from gpp_plugin.config.deepspeed_keys import KEYS
+from gpp_plugin.engine.compatibility import _BY_NAME, PipelineSurface, _lack, why_lacking
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.errors import ConfigError
 from tests.integrations.engine_jobs import B, U, config_of, logged, make_engine, said_of, steps
@@ -50,7 +51,7 @@ def test_each_public_name_is_answered_or_refused() -> None:
     own -= refused
     unknown = sorted(name for name in public_names() - own if why_lacking(name) is None)
     assert not unknown
-    both = sorted(name for name in own if not name.startswith("_") and why_lacking(name) is not None)
+    both = sorted(own.intersection(_BY_NAME))
     assert not both, "a name that is answered is not refused"
 
 
@@ -82,6 +83,13 @@ def test_a_missing_name_says_why_or_what_is_near() -> None:
             AttributeError, match=f"{name} does not exist for a graph of stages: .*(engine|model|plan)"
         ):
             getattr(engine, name)
+    for block in {path.partition(".")[0] for path in KEYS if "." in path}:
+        with pytest.raises(AttributeError, match="graph of stages: (?!did you mean)"):
+            getattr(engine, f"{block}_enable")
+    with pytest.raises(
+        AttributeError, match=r"tensorboard_enabled .*: engine.monitor writes to the monitors"
+    ):
+        engine.tensorboard_enabled  # noqa: B018
     assert not hasattr(engine, "zero_offload_param") and not hasattr(engine, "_private")
 
 

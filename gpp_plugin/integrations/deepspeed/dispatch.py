@@ -33,6 +33,7 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted,
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.reader import batch_arithmetic, check_ranks, load_deepspeed_json, read_config
 from gpp_plugin.data import PackedUnits
+from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.engine.framework import Monitor, StageReplica
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
@@ -277,7 +278,7 @@ def _checked_arguments(
     model = call.get("model")
     if not isinstance(model, (nn.Module, StageGraph)):
         raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
-    if isinstance(model, GraphPipelineEngine):
+    if isinstance(model, PipelineSurface):
         raise ConfigError("deepspeed.initialize: model is an engine already; pass the model it was made of")
     if isinstance(model, PipelineModule):
         raise ConfigError(

@@ -37,7 +37,7 @@ from transformers.training_args import ParallelMode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.trainer.trainer_config import (
     StreamLoader,
@@ -326,7 +326,7 @@ class GraphPipelineTrainer(Trainer):
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            engine.load_checkpoint(resume_from_checkpoint)
+            _load_checkpoint(engine, resume_from_checkpoint)
             self._random_states = _random_states()
             self.lr_scheduler.step()
         stand = _Stand(engine)
@@ -461,7 +461,7 @@ class GraphPipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
-        self._engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+        _load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
@@ -647,6 +647,18 @@ def _cut(tensors: Any, count: int) -> Any:
     if isinstance(tensors, (list, tuple)):
         return type(tensors)(_cut(value, count) for value in tensors)
     return tensors
+
+
+def _load_checkpoint(engine: Any, directory: str, **how: Any) -> None:
+    """Load what Trainer names.
+
+    Raises:
+        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
+    """
+    if engine.load_checkpoint(directory, **how)[0] is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
+        )
 
 
 def _random_states() -> tuple[Any, ...]:

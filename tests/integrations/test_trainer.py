@@ -141,6 +141,26 @@ def test_the_best_model_and_its_predictions_are_trainers(evaluated: Any) -> None
     assert all(torch.allclose(saved[name], value, atol=1e-5) for name, value in wanted.items())
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_data_that_draw_are_those_of_one_process_whatever_the_model_draws(
+    streams: bool, tmp_path: Path
+) -> None:
+    from transformers import Trainer
+
+    plain = jobs.augmenting(Trainer, str(tmp_path / "plain"), ranks=1, dropout=0.0, streams=streams)
+    given = str(tmp_path / "ranks"), jobs.config_of(0, stages=2), streams
+    for found in run_kept_ranks(jobs.augment_on_ranks, 2, *given):
+        for own in (found["0.0"], found["0.3"]):  # before, the model was captured with some
+            assert own["seen"][-len(plain["seen"]) :] == plain["seen"]
+            assert own["held out"] == plain["held out"]
+        for (loss, *_), (other, *_) in zip(found["0.0"]["losses"], plain["losses"], strict=True):
+            assert abs(loss - other) <= 1e-6
+        assert found["0.0"]["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-5)
+        straight, resumed = found["0.3"], found["resumed"]
+        assert resumed["losses"] == straight["losses"] and resumed["evaluated"] == straight["evaluated"]
+        assert resumed["held out"][-7:] == straight["held out"][-7:]
+
+
 def test_trainer_itself_is_told_what_to_use() -> None:
     """accelerate calls `deepspeed.initialize` for Trainer, from this module."""
     import deepspeed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -271,6 +272,91 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     if getattr(trainer, "engine", None) is not None:
         trainer.engine.destroy()
     return answer
+
+
+class Augmented(Dataset[dict[str, Tensor]]):
+    """Samples with noise of three generators, each of which is noted in ``seen``."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = Rows("two_branch", count)
+        self.seen: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        noise = torch.randn(8) * 0.1 + random.random() + float(np.random.rand())
+        self.seen.append(float(noise.sum()))
+        return {**row, "x": row["x"] + noise}
+
+
+class AugmentedStream(IterableDataset[dict[str, Any]]):
+    """The same, one after the other."""
+
+    def __init__(self, rows: Augmented) -> None:
+        self.rows = rows
+        self.seen = rows.seen
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def augmenting(
+    trainer_class: Any,
+    directory: str,
+    *,
+    ranks: int,
+    dropout: float,
+    streams: bool = False,
+    resumes: bool = False,
+    **given: Any,
+) -> dict[str, Any]:
+    """Train on data that draw, evaluate on such data between two steps of an epoch; return all that was drawn.
+
+    An epoch has four steps.
+    """
+    total = UNIT * ACCUMULATION * 2
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 7,
+    }
+    rows, held_out = Augmented(4 * total), Augmented(7)
+    trainer = trainer_class(
+        build("two_branch", dropout=dropout)[0],
+        arguments(directory, total=total, ranks=ranks, **more),
+        train_dataset=AugmentedStream(rows) if streams else rows,
+        eval_dataset=held_out,
+        data_collator=stack,
+        **given,
+    )
+    trainer.train(resume_from_checkpoint=directory + "/checkpoint-3" if resumes else None)
+    answer = {
+        "seen": rows.seen,
+        "held out": held_out.seen,
+        "losses": logged(trainer),
+        "evaluated": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+    }
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.destroy()
+    return answer
+
+
+def augment_on_ranks(directory: str, config: dict[str, Any], streams: bool) -> dict[str, Any]:
+    """Return what `augmenting` answers without dropout, with it, and resumed."""
+    given = {"ranks": dist.get_world_size(), "config": config, "streams": streams}
+    answers = {
+        str(dropout): augmenting(GraphPipelineTrainer, f"{directory}/{dropout}", dropout=dropout, **given)
+        for dropout in (0.0, 0.3)
+    }
+    dist.barrier()
+    answers["resumed"] = augmenting(
+        GraphPipelineTrainer, f"{directory}/0.3", dropout=0.3, resumes=True, **given
+    )
+    return answers
 
 
 def evaluate_on_ranks(directory: str, config: dict[str, Any]) -> dict[str, Any]:

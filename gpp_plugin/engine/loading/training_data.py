@@ -15,6 +15,7 @@ from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position, trying_position
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.random_streams import HostStreams, host_streams
 from gpp_plugin.runtime.ranks.failure_board import HERE
 
 LOADING = "loading data"
@@ -133,6 +134,7 @@ class TrainingData:
         self._external: Any = None
         self._repeats = False
         self._state_before: Any = None
+        self._streams_before: HostStreams | None = None
         self._pending: Mapping[str, Any] | None = None
         self._is_unplaced = False  # a checkpoint without a position was loaded, and no rank reported so
 
@@ -152,6 +154,7 @@ class TrainingData:
         self._batch_source.step = step
         self._batch_source.refusal = refusal
         taken = self._taken.pop(self._source(data_iter)) if refusal is None else None
+        self._streams_before = None
         if data_iter is None:
             self._state_before = None
         if data_iter is None and self._own is not None:  # whose ranks agree as they load
@@ -192,12 +195,12 @@ class TrainingData:
         An error is stored for `next` to raise: the mini-batch before it is trained on all the same.
         """
         source = self._source(data_iter)
-        is_own = source is self._own
-        if source is None or (self._batch_source.draws if is_own else not self._peeks_at_iterators):
+        if source is None or not (source is self._own or self._peeks_at_iterators):
             return None
         taken = self._taken.place_for(source)
         if taken is None:
             return None
+        self._streams_before = host_streams()
         if source is self._iterator:
             self._state_before = self._external_state()
         try:
@@ -222,6 +225,11 @@ class TrainingData:
                 )
             return self._batch_source.collect(self._iterator)
         try:
+            if self._own.streams.state is None:
+                source = self._batch_source.source
+                self._own.streams.state = self._batch_source.collectives.broadcast(
+                    host_streams(), source=source, what="the generators that loading draws from"
+                )
             return self._batch_source.load(self._own)
         except BaseException:
             self.close()
@@ -253,6 +261,10 @@ class TrainingData:
 
     # ---- where training is in the data -------------------------------------------------------------
 
+    def program_streams(self) -> HostStreams:
+        """Return the generators of the program as they were behind the last mini-batch that `next` has returned."""
+        return self._streams_before or host_streams()
+
     def position(self) -> dict[str, Any] | None:
         """Return where training is in the data, in JSON values, the same on every rank; collective.
 
@@ -262,7 +274,7 @@ class TrainingData:
         if (loader := self._own) is not None:
             source, own = self._batch_source, None
             if source.rank == source.source:
-                own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
+                own = self._attempt(lambda: loader.position(self._num_returned))
             shared: dict[str, Any] | None = source.collectives.broadcast(
                 own, source=source.source, what="the position in the data"
             )
@@ -328,7 +340,6 @@ class TrainingData:
             self._batch_source.drop_prefetched()
             self._own.restore(position, warns=warns)
             self._num_returned = position["mini_batches"]
-            self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
         else:
             self._pending = position
             if self._external is not None:  # else it is for the loader that will be set

@@ -18,20 +18,20 @@ from __future__ import annotations
 
 import ast
 import copy
+import functools
 import inspect
 import logging
 import os
-import random
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.trainer_utils import seed_worker
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
@@ -48,6 +48,14 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     pads_to_longest,
     settle_zero,
     why_no_units,
+)
+from gpp_plugin.runtime.random_streams import (
+    HostStreams,
+    described_streams,
+    host_streams,
+    restored_host_streams,
+    set_host_streams,
+    streams_described,
 )
 
 logger = logging.getLogger(__name__)
@@ -111,7 +119,8 @@ class GraphPipelineTrainer(Trainer):
         self._units: int | None = None
         self._has_trained = self._has_schedule = False
         self._buffered: list[Any] = []
-        self._random_states: tuple[Any, ...] | None = None
+        self._random_states: HostStreams | None = None
+        self._whole_steps: WholeSteps | None = None
         self._prediction_outputs = prediction_outputs
         super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **passed)
         for name in _UNCALLED:
@@ -189,7 +198,10 @@ class GraphPipelineTrainer(Trainer):
                 )
             step = args.gradient_accumulation_steps
             whole = WholeSteps(sampler, batch_size, step=step)
-            loader = DataLoader(dataset, batch_sampler=whole, collate_fn=collate, **options)
+            seeds = functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
+            loader = DataLoader(
+                dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=seeds, **options
+            )
         else:
             options["drop_last"] = args.dataloader_drop_last
             loader = DataLoader(
@@ -223,9 +235,9 @@ class GraphPipelineTrainer(Trainer):
         """
         if self._engine is not None:
             return self._engine
-        states = _random_states()
         count = self.args.per_device_train_batch_size
-        sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+        with restored_host_streams():
+            sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
         sizes: dict[str, Any] = {
             "mini_batch": self._mini_batch,
@@ -233,12 +245,12 @@ class GraphPipelineTrainer(Trainer):
             "max_steps": max_steps,
         }
         if max_steps and self._units is None:
-            self._units = self._units_of(loader, sizes)
+            with restored_host_streams():
+                self._units = self._units_of(loader, sizes)
         config = engine_config(self._user_config, self._user_args, units=self._units, **sizes)
         self._units = config[BLOCK].get("units")
         self._has_schedule = max_steps > 0
         more = self._recipes(config, max_steps) if self._has_schedule else {}
-        _set_random_states(states)
         self.model.train()  # as Trainer calls it before each step: a model that overrides it has its say
         self._engine = deepspeed.initialize(
             model=GraphPipelineModule(self.model, sample_batch=sample), config=config, **more
@@ -323,11 +335,17 @@ class GraphPipelineTrainer(Trainer):
         self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
         # accelerate reads of it whether a step was skipped
         self.accelerator._optimizers.append(self.optimizer)
+        self._whole_steps = getattr(train_dataloader, "batch_sampler", None)
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            engine.load_checkpoint(resume_from_checkpoint)
-            self._random_states = _random_states()
+            _, client_state = engine.load_checkpoint(resume_from_checkpoint)
+            self._random_states = host_streams()
+            ahead = client_state.get("ahead")
+            if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
+                self._whole_steps.skipped = ahead["batches"]
+                self._whole_steps.ahead.resume(streams_described(ahead["random"]), self._random_states)
+                self._random_states = None
             self.lr_scheduler.step()
         stand = _Stand(engine)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -442,7 +460,12 @@ class GraphPipelineTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the engine's checkpoint: weights, optimizer, schedule, random states, position in a stream."""
-        self._engine.save_checkpoint(output_dir)
+        client_state: dict[str, Any] = {}
+        if (whole := self._whole_steps) is not None:
+            batches = self.state.global_step * self.args.gradient_accumulation_steps % len(whole)
+            if batches and whole.ahead.number >= batches:
+                client_state["ahead"] = {"batches": batches, "random": described_streams(whole.ahead.before)}
+        self._engine.save_checkpoint(output_dir, client_state=client_state)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the loss scale is in the engine's checkpoint."""
@@ -453,7 +476,7 @@ class GraphPipelineTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore what the engine's checkpoint had, where Trainer would: after batches were skipped."""
         if self._random_states is not None:
-            _set_random_states(self._random_states)
+            set_host_streams(self._random_states)
             self._random_states = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -647,16 +670,3 @@ def _cut(tensors: Any, count: int) -> Any:
     if isinstance(tensors, (list, tuple)):
         return type(tensors)(_cut(value, count) for value in tensors)
     return tensors
-
-
-def _random_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
-
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-    if states[3] is not None:
-        torch.cuda.set_rng_state(states[3])

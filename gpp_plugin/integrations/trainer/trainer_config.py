@@ -26,6 +26,14 @@ from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.random_streams import (
+    HostStreams,
+    described_streams,
+    host_streams,
+    restored_host_streams,
+    set_host_streams,
+    streams_described,
+)
 
 # The batches of HuggingFace's Trainer, as one process would have them, on every rank of a graph of stages.
 #
@@ -35,11 +43,38 @@ from gpp_plugin.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 
+class AheadStreams:
+    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
+
+    Attributes:
+        number: of the last batch that was fetched, in its epoch.
+        before: the generators before that.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.before = host_streams()
+        self._resumed: list[HostStreams] = []
+
+    def resume(self, *streams: HostStreams) -> None:
+        """Let each of the next batches draw from one of these."""
+        self._resumed = list(streams)
+
+    def fetch(self, number: int) -> None:
+        """Note that a batch is fetched next."""
+        if self._resumed:
+            set_host_streams(self._resumed.pop(0))
+        self.number, self.before = number, host_streams()
+
+
 class WholeSteps(BatchSampler):
     """The batches of an epoch, without those at its end that are no whole mini-batch.
 
     Args:
         step: batches of a mini-batch.
+
+    Attributes:
+        skipped: batches of the epoch under way that are trained already.
 
     >>> list(WholeSteps(range(11), 2, step=2))
     [[0, 1], [2, 3], [4, 5], [6, 7]]
@@ -48,10 +83,16 @@ class WholeSteps(BatchSampler):
     def __init__(self, sampler: Sampler[int], batch_size: int, *, step: int) -> None:
         super().__init__(sampler, batch_size, drop_last=True)
         self._step = step
+        self.ahead = AheadStreams()
+        self.skipped = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of samples' numbers."""
-        return itertools.islice(super().__iter__(), len(self))
+        skipped, self.skipped = self.skipped, 0
+        for number, indices in enumerate(itertools.islice(super().__iter__(), len(self))):
+            if number >= skipped:
+                self.ahead.fetch(number)
+            yield indices
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
@@ -134,39 +175,51 @@ class StreamLoader:
         self._options = options
         self._passes = self._num_batches = 0
         self._state: Any = None
+        self._drawn: HostStreams | None = None
         self._is_resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of a pass, or of what is left of it."""
+        """Yield the batches of a pass, or of what is left of it; as of accelerate, the next one is fetched before."""
         skipped, state = (self._num_batches, self._state) if self._is_resumed else (0, None)
-        self._is_resumed, self._num_batches, self._state = False, skipped, state
+        is_resumed, self._is_resumed, self._num_batches, self._state = self._is_resumed, False, skipped, state
+        ahead = AheadStreams()
         if self._passes and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._passes)
         stated = _Stated(
             self.dataset, self.batch_size, state=state, skipped=0 if state is not None else skipped
         )
-        # with a generator of its own it draws nothing of what dropout draws from
-        inner = DataLoader(
-            stated,
-            batch_size=None,
-            collate_fn=lambda pair: pair,
-            generator=torch.Generator().manual_seed(self._passes),
-            **self._options,
-        )
-        for items, after in inner:
-            self._num_batches, self._state = self._num_batches + 1, after
-            yield self.collate_fn(items)
-        self._passes, self._num_batches, self._state = self._passes + 1, 0, None
+        loader = DataLoader(stated, batch_size=None, collate_fn=lambda pair: pair, **self._options)
+        program = host_streams()
+        inner = iter(loader)  # draws a seed of workers
+        if is_resumed and self._drawn is not None:
+            ahead.resume(self._drawn, program)
+
+        def fetch() -> tuple[Any, Any] | None:
+            ahead.fetch(0)
+            found = next(inner, None)
+            return None if found is None else (self.collate_fn(found[0]), found[1])
+
+        batch = fetch()
+        while batch is not None:
+            following = fetch()
+            self._num_batches, self._state = self._num_batches + 1, batch[1]
+            self._drawn = ahead.before if following is not None else None
+            yield batch[0]
+            batch = following
+        self._passes, self._num_batches, self._state, self._drawn = self._passes + 1, 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last batch that was returned ends."""
-        return {"passes": self._passes, "batches": self._num_batches, "state": self._state}
+        """Return where the last batch that was returned ends, and what the next one draws from."""
+        drawn = None if self._drawn is None else described_streams(self._drawn)
+        return {"passes": self._passes, "batches": self._num_batches, "state": self._state, "random": drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there when iterated over next."""
         # checkpoints of before call it "given"
         batches = state["batches"] if "batches" in state else state["given"]
         self._passes, self._num_batches, self._state = state["passes"], batches, state["state"]
+        drawn = state.get("random")
+        self._drawn = None if drawn is None else streams_described(drawn)
         self._is_resumed = True
         if self._num_batches and self._state is None:
             logger.warning(
@@ -187,8 +240,9 @@ class _Stated(IterableDataset[Any]):
         if self._start is not None:
             dataset.load_state_dict(self._start)
         items = iter(dataset)
-        for _ in range(self._skipped * self._size):
-            next(items, None)
+        with restored_host_streams():  # what is only read again was drawn before
+            for _ in range(self._skipped * self._size):
+                next(items, None)
         while len(taken := list(itertools.islice(items, self._size))) == self._size:
             # a copy: the dataset continues, and a worker writes it down on a thread of its own
             yield taken, stream_state(dataset)

@@ -161,6 +161,38 @@ def test_data_that_draw_are_those_of_one_process_whatever_the_model_draws(
         assert resumed["held out"][-7:] == straight["held out"][-7:]
 
 
+@pytest.mark.parametrize(
+    ("name", "outputs"),
+    [
+        ("gpt2", ("logits",)),
+        ("clip", ("logits_per_image", "logits_per_text", "text_embeds", "image_embeds")),
+        ("t5", ("logits", "encoder_last_hidden_state")),
+        ("bert", ("logits",)),
+    ],
+)
+def test_every_tensor_but_the_loss_is_gathered(name: str, outputs: tuple[str, ...]) -> None:
+    rows = jobs.data_of(name, 2)
+    model = jobs.model_of(name, dropout=0.2)
+    modes, drawn = [part.training for part in model.modules()], torch.get_rng_state()
+    assert trainer_config.tensor_outputs(model, jobs.stack(list(rows.rows))) == outputs
+    assert [part.training for part in model.modules()] == modes and torch.equal(drawn, torch.get_rng_state())
+    with pytest.raises(ConfigError, match="cannot be called with a batch of .*prediction_outputs"):
+        trainer_config.tensor_outputs(model, {"pixels": torch.ones(2)})
+
+
+class Spans(torch.nn.Module):
+    """Finds where answers begin and end; Python reads a value of the batch."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        if float(x.sum()) < 0:
+            return {}
+        return {"loss": x.mean(), "start_logits": x, "end_logits": x, "hidden_states": (x, x)}
+
+
+def test_outputs_are_found_where_python_reads_values() -> None:
+    assert trainer_config.tensor_outputs(Spans(), {"x": torch.ones(2, 3)}) == ("start_logits", "end_logits")
+
+
 def test_trainer_itself_is_told_what_to_use() -> None:
     """accelerate calls `deepspeed.initialize` for Trainer, from this module."""
     import deepspeed

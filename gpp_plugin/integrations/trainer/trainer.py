@@ -47,6 +47,7 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     engine_config,
     pads_to_longest,
     settle_zero,
+    tensor_outputs,
     why_no_units,
 )
 from gpp_plugin.runtime.random_streams import (
@@ -86,8 +87,8 @@ class GraphPipelineTrainer(Trainer):
     Args:
         config: the DeepSpeed configuration with a ``graph_pipeline`` block, a dict or a file; None:
             ``TrainingArguments.deepspeed``, or the defaults where that is missing too.
-        prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: ``logits``, or of a model
-            like CLIP ``logits_per_image`` and ``logits_per_text``.
+        prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: all that are tensors, but
+            for the loss and what the model's configuration ignores.
         passed: as of Trainer.
 
     Raises:
@@ -238,6 +239,8 @@ class GraphPipelineTrainer(Trainer):
         count = self.args.per_device_train_batch_size
         with restored_host_streams():
             sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+        if self._prediction_outputs is None and not self.args.prediction_loss_only:
+            self._prediction_outputs = tensor_outputs(self.model, sample)
         counts_tokens = _divides_by_items(self.model) and "labels" in sample
         sizes: dict[str, Any] = {
             "mini_batch": self._mini_batch,
@@ -414,7 +417,11 @@ class GraphPipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Return loss, outputs and labels of a batch, on every rank."""
-        names = [key for key in self._outputs() if key not in (ignore_keys or ())]
+        if ignore_keys is None:
+            ignore_keys = getattr(
+                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
+        names = [key for key in self._prediction_outputs or () if key not in ignore_keys]
         labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
         returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
         has_loss = all(label is not None for label in labels) if labels else returns_loss
@@ -435,11 +442,6 @@ class GraphPipelineTrainer(Trainer):
         if not has_loss:
             return loss, outputs, None
         return loss, outputs, labels[0] if len(labels) == 1 else labels or None
-
-    def _outputs(self) -> Sequence[str]:
-        if self._prediction_outputs is not None:
-            return self._prediction_outputs
-        return ("logits_per_image", "logits_per_text") if self.can_return_loss else ("logits",)
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
 

@@ -18,14 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from transformers import Adafactor, DefaultDataCollator, default_data_collator
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, describe_error
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
     described_streams,
@@ -147,6 +148,37 @@ def _some_samples(dataset: Any) -> list[Any]:
         return first_items(dataset, TRIED_SAMPLES)
     count = len(dataset)
     return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))[:TRIED_SAMPLES]]
+
+
+def tensor_outputs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of a model's output in evaluation that are tensors, but for the loss.
+
+    They are found on fake tensors, or by running the model where Python reads values.
+
+    Raises:
+        ConfigError: the model cannot be called with the batch.
+    """
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad(), restored_host_streams():
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                    result = model(
+                        **{k: fake.from_tensor(v) if isinstance(v, Tensor) else v for k, v in batch.items()}
+                    )
+            except Exception:  # whatever fake tensors cannot do
+                result = model(**batch)
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be called with a batch of {sorted(batch)} ({describe_error(error)}); "
+            "mend the data collator, or name the outputs to gather: prediction_outputs=['logits']"
+        ) from error
+    finally:
+        for part, training in modes:
+            part.training = training
+    fields = result.items() if isinstance(result, Mapping) else ()
+    return tuple(key for key, value in fields if isinstance(value, Tensor) and key != "loss")
 
 
 class StreamLoader:

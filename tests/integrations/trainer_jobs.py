@@ -26,8 +26,6 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __init__(self, name: str, count: int) -> None:
         batch = build(name)[1](count, 0)
-        if name == "t5":  # Trainer does not divide T5's loss: one mean over all tokens is that of equal units
-            batch["labels"] = batch["labels"].clamp(min=1)
         self.rows = [{k: v[i] for k, v in batch.items() if isinstance(v, Tensor)} for i in range(count)]
         if name == "clip":
             for row in self.rows:
@@ -85,15 +83,14 @@ def data_of(name: str, count: int) -> Rows:
     return Rows("llava" if name == "lora" else name, count)
 
 
-def arguments(directory: str, *, total: int, ranks: int, one_batch: bool = False, **more: Any) -> Any:
+def arguments(directory: str, *, total: int, ranks: int, **more: Any) -> Any:
     """Return arguments of a job whose mini-batches have ``total`` samples on so many ranks."""
     from transformers import TrainingArguments
 
-    unit = total if one_batch else UNIT
     return TrainingArguments(
         output_dir=directory,
-        per_device_train_batch_size=unit,
-        gradient_accumulation_steps=total // unit // ranks,
+        per_device_train_batch_size=UNIT,
+        gradient_accumulation_steps=total // UNIT // ranks,
         **{
             "max_steps": STEPS,
             "learning_rate": 2e-3,
@@ -120,22 +117,24 @@ def logged(trainer: Any) -> list[tuple[float, float, float]]:
     return [(row["loss"], float(row["grad_norm"]), row["learning_rate"]) for row in rows]
 
 
-def train_plain(name: str, directory: str, *, total: int, count: int) -> Any:
+def train_plain(name: str, directory: str, *, total: int, count: int, **more: Any) -> Any:
     """Train with Trainer in this process."""
     from transformers import Trainer
 
-    args = arguments(directory, total=total, ranks=1, one_batch=name == "t5")
+    args = arguments(directory, total=total, ranks=1, **more)
     trainer = Trainer(model_of(name), args, train_dataset=data_of(name, count), data_collator=stack)
     trainer.train()
     return trainer
 
 
-def train_on_ranks(name: str, directory: str, configs: list[dict[str, Any]], count: int) -> list[Any]:
+def train_on_ranks(
+    name: str, directory: str, configs: list[dict[str, Any]], count: int, more: dict[str, Any] | None = None
+) -> list[Any]:
     """Train on these ranks under each configuration; return what was logged."""
     ranks = dist.get_world_size()
     answers = []
     for config in configs:
-        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks)
+        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks, **(more or {}))
         trainer = GraphPipelineTrainer(
             model_of(name),
             args,

@@ -275,6 +275,33 @@ def test_losses_and_gradients_are_trainers_whoever_divides(
         check_alike(found, plain, tolerance=1e-6 if "neftune_noise_alpha" not in more else 1e-3)
 
 
+@pytest.mark.parametrize("zeros", [[0, 3], [1, 2]])
+def test_the_configuration_goes_into_the_arguments(zeros: list[int], tmp_path: Path) -> None:
+    jobs.model_of("gpt2").save_pretrained(tmp_path / "model")
+    total = jobs.UNIT * jobs.ACCUMULATION * 2
+    plain = jobs.logged(jobs.train_plain("gpt2", str(tmp_path / "plain"), total=total, count=24))
+    given = str(tmp_path / "model"), str(tmp_path / "ranks"), zeros
+    for answers in run_kept_ranks(jobs.train_as_documented, 2, *given):
+        assert [zero for zero, _ in answers] == zeros
+        for _, found in answers:
+            check_alike(found, plain)
+
+
+def test_huggingface_builds_whole_models_for_a_block_and_parts_without_one() -> None:
+    from transformers.integrations import HfDeepSpeedConfig, is_deepspeed_zero3_enabled
+
+    zero: dict[str, Any] = {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    for more, is_whole in (
+        ({"graph_pipeline": {}}, True),
+        ({"graph_pipeline": {"enabled": False}}, False),
+        ({}, False),
+    ):
+        config = HfDeepSpeedConfig({**zero, **more})
+        assert is_deepspeed_zero3_enabled() == config.is_offload() == (not is_whole)
+        assert config.config["zero_optimization"] == zero["zero_optimization"]
+    assert HfDeepSpeedConfig({"graph_pipeline": {}}).config["zero_optimization"] == {"stage": 0}
+
+
 def test_noise_is_drawn_on_embeddings_in_training_alone() -> None:
     table, ids = torch.nn.Embedding(5, 4), torch.arange(5)[None]
     trainer_config.add_noise(table, 10.0)

@@ -273,6 +273,35 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     return answer
 
 
+def train_as_documented(saved: str, directory: str, zeros: list[int]) -> list[Any]:
+    """Train with the configuration in the arguments, and a model loaded behind them; return what was logged."""
+    from transformers import GPT2LMHeadModel
+
+    total = UNIT * ACCUMULATION * dist.get_world_size()
+    answers = []
+    for zero in zeros:
+        block = {"comm_timeout_s": 60, **({"data_parallel": 2, "stages": 1} if zero == 3 else {"stages": 2})}
+        config: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "auto",
+            "graph_pipeline": block,
+        }
+        if zero:
+            config["zero_optimization"] = {"stage": zero}
+        args = arguments(directory, total=total, ranks=dist.get_world_size(), deepspeed=config)
+        trainer = GraphPipelineTrainer(
+            GPT2LMHeadModel.from_pretrained(saved),
+            args,
+            train_dataset=data_of("gpt2", 24),
+            data_collator=stack,
+        )
+        trainer.train()
+        answers.append((trainer.engine.zero_optimization_stage(), logged(trainer)))
+        trainer.engine.destroy()
+    return answers
+
+
 class Augmented(Dataset[dict[str, Tensor]]):
     """Samples with noise of three generators, each of which is noted in ``seen``."""
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
@@ -679,6 +680,8 @@ def _one_process_arguments(args: Any, num_ranks: int) -> Any:
     own.deepspeed = own.deepspeed_plugin = own.hf_deepspeed_config = None
     own.gradient_accumulation_steps = args.gradient_accumulation_steps * num_ranks
     own._n_gpu = min(args.n_gpu, 1)
+    if getattr(args.distributed_state, "distributed_type", None) == DistributedType.DEEPSPEED:
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # there is no plugin of it
     # what the block or the model's forward does in place of Trainer
     own.neftune_noise_alpha = None
     own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False

@@ -147,7 +147,7 @@ def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[s
     assert cost is not None
     return {
         "mode": mode,
-        "how": "estimated" if plan.planner.startswith(f"{PLAIN_PLANNER}, ") else "simulated",
+        "how": "estimated" if plan.is_estimate else "simulated",
         "what": describe_plain(plan) if len(plan.stages) == 1 and mode != SINGLE else "",
         "ranks": plan.num_ranks,
         "stages": len(plan.stages),

@@ -11,13 +11,15 @@ from gpp_plugin.cli import main
 from gpp_plugin.commands.rehearse_command import format_rehearsal, rehearsal_figures
 from gpp_plugin.compare.compare_settings import GRAPH
 from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
-from gpp_plugin.ir.plan import cost_key, forward_only_stages
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import Alternative, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us, finished_plan, step_cost
 from gpp_plugin.plan.memory.fitting import memory_advice
+from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
 from gpp_plugin.report.plan_text import NO_COST, format_plan
@@ -233,6 +235,35 @@ def test_a_plan_without_costs_is_read_and_said_to_lack_them(made, tmp_path, caps
     assert fingerprint(plan) == fingerprint(without), "timelines of a plan are of the file without costs too"
     noted = dataclasses.replace(plan, notes=("other",))
     assert cost_key(noted) == plan.cost.plan
+
+
+def test_the_same_stages_have_one_fingerprint_whichever_search_found_them():
+    request = make_request(branches(2, 3), ranks=4)
+    plan = api.plan_for(request)
+    other = Alternative(num_stages=1, iteration_us=9.0, peak_bytes=10)
+    for changed in (
+        {"alternatives": (other,)},
+        {"notes": ("not searched",)},
+        {"planner": "graphpipe", "cost": None},
+    ):
+        assert fingerprint(dataclasses.replace(plan, **changed)) == fingerprint(plan)
+    for changed in ({"zero_stage": 1}, {"stages": ()}, {"mini_batch": 32}):
+        assert fingerprint(dataclasses.replace(plan, **changed)) != fingerprint(plan)
+
+
+def test_a_plan_says_itself_that_it_is_an_estimate():
+    """Files without the field are of plans that run; a planner's name says nothing of it."""
+    request = make_request(branches(2, 3), ranks=4)
+    plan = api.plan_for(request)
+    named = dataclasses.replace(plan, planner="plain data parallel, of my own")
+    assert simulated_row(GRAPH, named, request)["how"] == "simulated"
+    estimate = dataclasses.replace(plan, is_estimate=True)
+    assert simulated_row(GRAPH, estimate, request)["how"] == "estimated"
+    plain = json.loads(dumps(estimate))
+    with pytest.raises(PlanError, match="is an estimate"):
+        plan_of_envelope(plain)
+    del plain["value"]["is_estimate"]
+    assert plan_of_envelope(plain).stages == plan.stages
 
 
 def test_an_optimizer_step_takes_its_bytes_over_the_memory_bandwidth():

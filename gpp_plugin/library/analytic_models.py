@@ -12,7 +12,6 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, batch_layout, element_bytes
 from gpp_plugin.plan.request import TENSOR_SIZES
 
@@ -325,7 +324,7 @@ def profile_model(
             )
         )
     graph = model.graph if dtype == "fp32" else in_dtype(model.graph, dtype)
-    return Profile(graph=fingerprint(graph), device=device.name, source="analytic", costs=tuple(costs))
+    return Profile(graph=graph.fingerprint, device=device.name, source="analytic", costs=tuple(costs))
 
 
 def _moved_us(device: Device, num_bytes: int) -> float:

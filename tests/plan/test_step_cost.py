@@ -12,13 +12,15 @@ from gpp_plugin.commands import simulate_command
 from gpp_plugin.commands.rehearse_command import format_rehearsal, rehearsal_figures
 from gpp_plugin.compare.compare_settings import GRAPH
 from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
-from gpp_plugin.ir.plan import cost_key, forward_only_stages
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.plan import Alternative, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import finished_plan, step_cost
+from gpp_plugin.plan.costs.estimate import evaluate_us, finished_plan, step_cost
 from gpp_plugin.plan.memory.fitting import memory_advice
+from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
 from gpp_plugin.report.plan_text import NO_COST, format_plan
@@ -236,6 +238,35 @@ def test_a_plan_without_costs_is_read_and_said_to_lack_them(made, tmp_path, caps
     assert cost_key(noted) == plan.cost.plan
 
 
+def test_the_same_stages_have_one_fingerprint_whichever_search_found_them():
+    request = make_request(branches(2, 3), ranks=4)
+    plan = api.plan_for(request)
+    other = Alternative(num_stages=1, iteration_us=9.0, peak_bytes=10)
+    for changed in (
+        {"alternatives": (other,)},
+        {"notes": ("not searched",)},
+        {"planner": "graphpipe", "cost": None},
+    ):
+        assert fingerprint(dataclasses.replace(plan, **changed)) == fingerprint(plan)
+    for changed in ({"zero_stage": 1}, {"stages": ()}, {"mini_batch": 32}):
+        assert fingerprint(dataclasses.replace(plan, **changed)) != fingerprint(plan)
+
+
+def test_a_plan_says_itself_that_it_is_an_estimate():
+    """Files without the field are of plans that run; a planner's name says nothing of it."""
+    request = make_request(branches(2, 3), ranks=4)
+    plan = api.plan_for(request)
+    named = dataclasses.replace(plan, planner="plain data parallel, of my own")
+    assert simulated_row(GRAPH, named, request)["how"] == "simulated"
+    estimate = dataclasses.replace(plan, is_estimate=True)
+    assert simulated_row(GRAPH, estimate, request)["how"] == "estimated"
+    plain = json.loads(dumps(estimate))
+    with pytest.raises(PlanError, match="is an estimate"):
+        plan_of_envelope(plain)
+    del plain["value"]["is_estimate"]
+    assert plan_of_envelope(plain).stages == plan.stages
+
+
 def test_an_optimizer_step_takes_its_bytes_over_the_memory_bandwidth():
     """2 (O + G) bytes, at 1e12 a second; ZeRO 1 to 3 share out both."""
     graph = chain(4)
@@ -249,6 +280,26 @@ def test_an_optimizer_step_takes_its_bytes_over_the_memory_bandwidth():
         cost = finished_plan(make_plan("uniform", request), request).cost
         assert cost.prices.update_us == pytest.approx([whole_us if zero == 0 else whole_us / 4])
         assert cost.optimizer_us == pytest.approx(cost.prices.update_us[0])
+
+
+def test_searches_compare_the_step_of_the_ledger(made):
+    """Optimizer steps and overlaps included; of mode async in closed form, and of ZeRO 3 without waits for peers."""
+    asked, plan, _ = made
+    costs = CostModel(asked.graph, asked.profile, asked.cluster, zero_stage=plan.zero_stage)
+    near = 0.1 if plan.mode == "async" else 1e-2 if plan.zero_stage == 3 else 1e-3
+    assert evaluate_us(plan, costs) == pytest.approx(plan.cost.step_us, rel=near)
+
+
+def test_a_plan_whose_optimizers_take_less_is_taken():
+    """Plain data parallelism computes as long as two stages, but each of its ranks steps all parameters."""
+    graph = chain(2)
+    profile = make_profile(graph, parameter=1_000_000)
+    heavy = tuple(dataclasses.replace(cost, optimizer_bytes=2 * 10**8) for cost in profile.costs)
+    request = make_request(graph, dataclasses.replace(profile, costs=heavy), ranks=2, mini_batch=64)
+    plan = make_plan("auto", request)
+    plain = finished_plan(make_plan("auto", dataclasses.replace(request, num_stages=1)), request)
+    assert len(plan.stages) == 2 and finished_plan(plan, request).iteration_us < plain.iteration_us
+    assert plain.iteration_us - plain.cost.optimizer_us < plan.iteration_us - plain.cost.optimizer_us / 2
 
 
 def test_terms_are_what_a_step_takes_longer_with_each(made):

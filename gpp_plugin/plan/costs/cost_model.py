@@ -28,7 +28,6 @@ from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
@@ -250,11 +249,6 @@ class CostModel:
         self._group_bytes: dict[tuple[int, ...], tuple[float, ...]] = {}
         self._group_times: dict[tuple[tuple[int, ...], float, Kinds], tuple[float, float]] = {}
         self._group_reductions: dict[tuple[tuple[int, ...], int, tuple[int, ...]], StageReductions] = {}
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Return the fingerprint of the graph."""
-        return fingerprint(self.graph)
 
     @cached_property
     def _sharding_keys(self) -> dict[str, BlockSharding]:
@@ -555,6 +549,14 @@ class CostModel:
             found = (*held, per_sample, fixed, float(self.transient_per_sample[rows].max(initial=0.0)))
             self._group_bytes[key] = found
         return found
+
+    def update_us(self, blocks: Sequence[int], degree: int, ranks: Sequence[int] | None = None) -> float:
+        """Return what an optimizer step takes on the slowest of ``ranks``; None: on the quickest device."""
+        _, gradient, optimizer, *_ = self._bytes_of(blocks)
+        stepped = (gradient + optimizer) / (degree if self.zero_stage >= 1 else 1)
+        kinds = range(len(self.kinds)) if ranks is None else self.kinds_of(ranks) or (0,)
+        speeds = [self.kinds[kind].memory_bytes_per_s for kind in kinds]
+        return 2e6 * stepped / (max(speeds) if ranks is None else min(speeds))
 
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage what its reductions take in one step, hidden or not (`total_times`)."""

@@ -60,8 +60,8 @@ class StageTiming:
 
     Args:
         reduce_us: what is left of its last sum behind its last backward (`StageReductions.exposed_us`).
-        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` behind
-            the step of all stages.
+        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` when
+            all stages are through: its optimizer step, and parameters behind it.
     """
 
     micro_batch_size: int
@@ -117,7 +117,7 @@ def estimate_us(
     edges: Sequence[EdgeTiming],
     tied: Sequence[tuple[tuple[int, ...], float]] = (),
 ) -> float:
-    """Return microseconds from the first forward to the last reduction; inf where it would stop.
+    """Return microseconds from the first forward to the end of the step; inf where it would stop.
 
     Args:
         tied: as of `Reductions`.
@@ -205,7 +205,7 @@ def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, fl
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one step of a whole plan."""
-    reductions = costs.reductions(plan)
+    reductions, updates = costs.reductions(plan), update_times(plan, costs)
     stages = [
         StageTiming(
             micro_batch_size=stage.micro_batch_size,
@@ -217,9 +217,9 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             reduce_us=own.exposed_us(stage.backward_us) - own.each_us,
             gather_us=own.gather_us,
             each_us=own.each_us,
-            step_us=own.step_us,
+            step_us=own.step_us + updates[index],
         )
-        for stage, own in zip(plan.stages, reductions.stages, strict=True)
+        for index, (stage, own) in enumerate(zip(plan.stages, reductions.stages, strict=True))
     ]
     edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
     us = estimate_us(plan.mini_batch, stages, edges, reductions.tied)
@@ -299,22 +299,32 @@ def exposed_us(costs: CostModel, reduce_us: Any, backward_us: Any, gradient_byte
     return np.where(gradient_bytes > costs.bucket_bytes, np.maximum(reduce_us - backward_us, 0.0), reduce_us)
 
 
+def update_times(plan: PipelinePlan, costs: CostModel) -> dict[int, float]:
+    """Return by stage what its optimizer step takes (`CostModel.update_us`)."""
+    return {
+        index: costs.on(stage).update_us(costs.indices(stage.blocks), stage.degree, stage.ranks)
+        for index, stage in enumerate(plan.stages)
+    }
+
+
 MAX_RANK_TASKS = 60_000
 """Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
 
 
 def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
-    """Return the predicted microseconds of one mini-batch of ``plan``.
+    """Return the predicted microseconds of one step of ``plan``, the optimizer's included: what searches compare.
 
     Plans of very many ranks are predicted by `estimate`, without contention for links. Not so where a rank holds
     several stages: there each stage would have a clock of its own.
     """
     if plan.mode == "async":
         one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
-        reduce_us = costs.reduce_times(one)
-        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
+        reduce_us, updates = costs.reduce_times(one), update_times(one, costs)
+        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction and update.
         slowest = max(
-            us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+            us_per_sample(
+                stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index] + updates[index]
+            )
             for index, stage in enumerate(plan.stages)
         )
         return float(plan.num_micro_batches(0) * slowest)
@@ -324,6 +334,7 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         plan,
         cluster=costs.cluster,
         reduce_us=costs.reductions(plan),
+        step_us=update_times(plan, costs),
     )
 
 
@@ -336,9 +347,6 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
 #     and messages                     112        messages 12
 #     and reductions                   130        reductions 18, whatever more of them is hidden
 #     and the optimizer's step         141        optimizer 11: the step
-#
-# An optimizer reads and writes its state, reads gradients and writes parameters: 2 (O + G) bytes of device memory, of
-# O and G what ZeRO leaves a rank to step.
 
 
 def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
@@ -452,12 +460,8 @@ def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
 
 def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
     cluster = dataclasses.replace(costs.cluster, devices=costs.cluster.devices[: plan.num_ranks])
-    updates = []
-    for stage, part in zip(plan.stages, plan.memory, strict=True):
-        stepped = stage.gradient_bytes / (stage.degree if costs.zero_stage >= 1 else 1)
-        speed = min(cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks)
-        updates.append(2 * (part.optimizer + stepped) / speed * 1e6)
-    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=tuple(updates))
+    updates = tuple(update_times(plan, costs).values())
+    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=updates)
 
 
 def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:

@@ -70,6 +70,12 @@ from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.batches import Batch, without_keys
+from gpp_plugin.runtime.random_streams import (
+    MODEL_STREAMS,
+    are_same_on_host,
+    host_streams,
+    set_host_streams,
+)
 from gpp_plugin.runtime.rank_programs import tied_stages
 from gpp_plugin.runtime.ranks.agreement import agree
 from gpp_plugin.runtime.ranks.collectives import Collectives, collective_timeout_s, do_together
@@ -430,9 +436,9 @@ class GraphPipelineEngine(PipelineSurface):
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs early; it is refused in its own turn
         clock = start_clock(self._collectives) if self.record_timelines else None
-        self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
-        with watching, self._watch.as_captured(), self.rank_engine.attached():
+        with MODEL_STREAMS.drawing(), watching, self._watch.as_captured(), self.rank_engine.attached():
+            self._source.learn_shapes(self._reference, batch)
             loss, stepped, result = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
@@ -462,7 +468,8 @@ class GraphPipelineEngine(PipelineSurface):
     def _look_at_model(self, *, is_training: bool = True) -> Exception | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
         try:
-            self._watch.look(is_training=is_training)
+            with MODEL_STREAMS.drawing():
+                self._watch.look(is_training=is_training)
         except Exception as error:  # users' hooks are tried, and may raise whatever they like
             return error
         return None
@@ -546,7 +553,8 @@ class GraphPipelineEngine(PipelineSurface):
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = without_keys(batch, NO_LOSS)
-        loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
+        with MODEL_STREAMS.drawing():
+            loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
         value = torch.tensor(loss, dtype=torch.float32, device=self.device)
         if not wanted:
             return value
@@ -632,12 +640,20 @@ class GraphPipelineEngine(PipelineSurface):
                     collectives=self._collectives,
                     free_bytes=lambda: self._memory.free_for_caches(self.rank_engine),
                 )
+            before = host_streams()
             try:
-                return self._generator.generate(arguments)
+                found = self._generator.generate(arguments)
             except BaseException as error:
                 if self._generator.is_broken and self._setting.group is not None:
                     self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
                 raise
+            # what sampling draws on a CPU a program of one process would have drawn: all ranks go on behind it
+            after = self._collectives.broadcast(
+                host_streams(), source=0, what="the generators after a generation"
+            )
+            if not are_same_on_host(after, before):
+                set_host_streams(after)
+            return found
 
     def cache_report(self) -> CacheReport:
         """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.

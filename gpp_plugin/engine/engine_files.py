@@ -43,6 +43,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     WEIGHT,
     BrokenFile,
     CheckpointManifest,
+    from_json,
     parsing,
     read_manifest,
     read_text,
@@ -76,6 +77,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import loads, parse_json
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, HostStreams, streams_described
 from gpp_plugin.runtime.ranks.agreement import WEIGHT as OF_WEIGHT
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, do_together, finish
@@ -149,6 +151,7 @@ class PipelineFiles:
                 f"global_step{self._stages.counters.global_steps}" if tag is None else str(tag),
                 client_state=client_state,
                 data=self._data.position(),
+                program=self._data.program_streams(),
                 options=SaveOptions(
                     save_latest=save_latest,
                     keep_last=self._keeping.keep_last,
@@ -371,12 +374,14 @@ class _Checked:
 
     Args:
         state: of `state.json`, its tensors read.
-        random: of the rank's own file.
+        random: of the rank's own file: what its model draws from.
+        program: the generators that the program draws from, on every rank.
     """
 
     saved: CheckpointTensors
     state: dict[str, Any]
     random: dict[str, Any] | None
+    program: HostStreams | None
     optimizers: dict[int, StageOptimizerState]
 
 
@@ -577,6 +582,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         needed |= {(STATE_TENSORS, key) for key in manifest.files[STATE_TENSORS].tensors}
     saved.check(needed, texts)
     text = read_text(target, STATE, expected=manifest.texts.get(STATE, ""))
+    program: HostStreams | None = None
     with parsing(STATE):
         state = saved.shared_state(parse_json(text, what=STATE, max_depth=MOST_DEPTH))
         if not isinstance(state["client_state"], dict):
@@ -586,6 +592,8 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
                 engine.check_shared_state(state["engine"], load_scheduler=wanted.scheduler)
             if state["data"] is not None:
                 check_position(state["data"])
+            if state.get("random") is not None:  # those of before have none
+                program = streams_described(from_json(state["random"], tensor=None))
     random = None
     if has_own:
         with parsing(own_file):
@@ -600,7 +608,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         with parsing(PLAN):
             if saved_stages(loads(PipelinePlan, text)) != manifest.stages:
                 raise BrokenFile(f"{PLAN} is another plan than the manifest's, {manifest.describe_plan()}")
-    return _Checked(saved=saved, state=state, random=random, optimizers=optimizers)
+    return _Checked(saved=saved, state=state, random=random, program=program, optimizers=optimizers)
 
 
 def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[str, str]]:
@@ -653,6 +661,9 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
             stage.load_shared_state(checked.state["engine"], load_scheduler=wanted.scheduler)
         if checked.random is not None:
             restore_random_state(engine.device, checked.random)
+        # in checkpoints of before, models drew from the program's generators
+        if program := checked.program or (MODEL_STREAMS.state if checked.random is not None else None):
+            MODEL_STREAMS.continue_beside(program)
         _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.random is not None)
 
 

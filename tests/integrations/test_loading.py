@@ -17,6 +17,7 @@ from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 from gpp_plugin.model.graph.stage_graph import StageGraph, named_batch, prepare_batch
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch, mini_batch_shapes
+from gpp_plugin.runtime.random_streams import host_streams, set_host_streams
 from tests.integrations import loading_jobs as jobs
 from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, batch_source, pad, row_loader
 from tests.ranks import run_kept_ranks
@@ -60,6 +61,24 @@ def test_the_order_is_that_of_a_loader_epoch_after_epoch(workers: int, dataset: 
     for have, want in zip(found, wanted, strict=True):
         for key, value in want.items():
             assert torch.equal(have.held[key], value) and have[key].shape == value.shape
+
+
+def test_ranks_that_load_parts_draw_what_one_process_draws() -> None:
+    torch.manual_seed(5)
+    program = host_streams()
+    wanted = whole_batches(Noisy(), 4)
+    set_host_streams(program)
+    for rows in PARTS:
+        loader, found = loader_of(Noisy(), part=rows), []
+        loader.streams.state = program  # as ranks agree
+        for _ in range(4):
+            torch.rand(rows[0][0] + 1)  # what else this rank draws
+            found.append(next(loader))
+        numbers = loader._share.numbers
+        assert all(
+            torch.equal(own.held["x"], batch["x"][numbers]) for own, batch in zip(found, wanted, strict=True)
+        )
+        set_host_streams(program)
 
 
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:

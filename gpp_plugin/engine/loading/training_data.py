@@ -26,6 +26,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
 from gpp_plugin.runtime.batches import Batch, num_elements
+from gpp_plugin.runtime.random_streams import HostStreams, host_streams
 from gpp_plugin.runtime.rank_programs import plan_of_units
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
@@ -147,6 +148,7 @@ class TrainingData:
         self._external: Any = None
         self._repeats = False
         self._state_before: Any = None
+        self._streams_before: HostStreams | None = None
         self._pending: Mapping[str, Any] | None = None
         self._is_unplaced = False  # a checkpoint without a position was loaded, and no rank reported so
 
@@ -166,6 +168,7 @@ class TrainingData:
         self._batch_source.step = step
         self._batch_source.refusal = refusal
         taken = self._taken.pop(self._source(data_iter)) if refusal is None else None
+        self._streams_before = None
         if data_iter is None:
             self._state_before = None
         if data_iter is None and self._own is not None:  # whose ranks agree as they load
@@ -208,12 +211,12 @@ class TrainingData:
         An error is stored for `next` to raise: the mini-batch before it is trained on all the same.
         """
         source = self._source(data_iter)
-        is_own = source is self._own
-        if source is None or (self._batch_source.draws if is_own else not self._peeks_at_iterators):
+        if source is None or not (source is self._own or self._peeks_at_iterators):
             return None
         taken = self._taken.place_for(source)
         if taken is None:
             return None
+        self._streams_before = host_streams()
         if source is self._iterator:
             self._state_before = self._external_state()
         try:
@@ -238,6 +241,11 @@ class TrainingData:
                 )
             return self._batch_source.collect(self._iterator)
         try:
+            if self._own.streams.state is None:
+                source = self._batch_source.source
+                self._own.streams.state = self._batch_source.collectives.broadcast(
+                    host_streams(), source=source, what="the generators that loading draws from"
+                )
             return self._batch_source.load(self._own)
         except BaseException:
             self.close()
@@ -293,6 +301,10 @@ class TrainingData:
 
     # ---- where training is in the data -------------------------------------------------------------
 
+    def program_streams(self) -> HostStreams:
+        """Return the generators of the program as they were behind the last mini-batch that `next` has returned."""
+        return self._streams_before or host_streams()
+
     def position(self) -> dict[str, Any] | None:
         """Return where training is in the data, in JSON values, the same on every rank; collective.
 
@@ -302,7 +314,7 @@ class TrainingData:
         if (loader := self._own) is not None:
             source, own = self._batch_source, None
             if source.rank == source.source:
-                own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
+                own = self._attempt(lambda: loader.position(self._num_returned))
             shared: dict[str, Any] | None = source.collectives.broadcast(
                 own, source=source.source, what="the position in the data"
             )
@@ -368,7 +380,6 @@ class TrainingData:
             self._batch_source.drop_prefetched()
             self._own.restore(position, warns=warns)
             self._num_returned = position["mini_batches"]
-            self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
         else:
             self._pending = position
             if self._external is not None:  # else it is for the loader that will be set

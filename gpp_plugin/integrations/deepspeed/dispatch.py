@@ -61,6 +61,7 @@ from gpp_plugin.model.graph.stage_graph import StageGraph, named_batch, prepare_
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, restored_host_streams
 from gpp_plugin.runtime.ranks.agreement import agree_on_job
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import engine_call
@@ -183,7 +184,9 @@ def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, call: Mappin
         with telling_before_joining(), HERE.during("configuration"):
             reading = read_deepspeed(load_deepspeed_json(ds_config))
             checked = _checked_arguments(reading.config, block, call)
-        return _initialize(*checked, call, reading)
+        MODEL_STREAMS.state = None  # a new engine's model draws on from where the program is
+        with restored_host_streams():
+            return _initialize(*checked, call, reading)
 
 
 def _initialize(

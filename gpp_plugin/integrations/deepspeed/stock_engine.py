@@ -47,6 +47,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, InputLink, InputRows, ones_among, shape_key
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
 from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.recorder import start_clock
@@ -414,7 +415,7 @@ class StockPipelineEngine(PipelineEngine):
         clock = start_clock(self._collectives) if self.record_timelines else None
         self._events = [] if clock is not None else None
         try:
-            with rows:
+            with MODEL_STREAMS.drawing(), rows:
                 loss: Tensor = super().train_batch()
         except BaseException:  # messages may be under way: nothing more will be trained on
             self._data.close()
@@ -460,7 +461,7 @@ class StockPipelineEngine(PipelineEngine):
         runner = self._evaluation_runner(batch)
         code = self._use(runner, batch)
         count = samples // size
-        with runner.micro_batches(batch, code, count) as rows:
+        with MODEL_STREAMS.drawing(), runner.micro_batches(batch, code, count) as rows:
             rows_iterator = BoundIterator(self._layer, rows)
             return super().eval_batch(rows_iterator, bcast_loss=bcast_loss, num_micro_batches=count)
 

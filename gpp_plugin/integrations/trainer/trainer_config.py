@@ -204,7 +204,7 @@ def tensor_outputs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...
         return _called(model, batch, read)
 
 
-def divides_by_items(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     """Return whether a model's loss depends on the number of labelled tokens: what HuggingFace's loss functions do.
 
     Raises:

@@ -10,7 +10,7 @@ float32, with a gradient and samples along its first axis.
              c is 1 at the sinks and one more than the most of its successors before them, at most all
     time     every rank runs its tasks in order; a message waits for its sender's link out, then for its receiver's
              link in (each holds it for bytes / bandwidth), then takes the latency; the stages' gradients are reduced
-             by a ring behind the last backward
+             by a ring behind the last backward, then all ranks step: they read gradients and write parameters
 
 The ranks of a stage of tensor size t are rows of t, which run every task as one; times and bytes of such stages are the
 caller's (`_tensor_oracle`). Receiver l of a row is sent the whole message by sender l mod t of the other's.
@@ -57,6 +57,7 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
     profile = request.profile
     assert not (profile.shared or profile.tied or profile.inputs), "the oracle does not count these"
     costs = {cost.block: cost for cost in profile.costs}
+    assert not any(cost.optimizer_bytes for cost in profile.costs), "optimizers without a state"
     order = _branch_after_branch(request.graph, groups)
     edges = _edges(request.graph, [groups[i] for i in order])
     counts = _in_flight(len(order), edges, request.mini_batch // size)
@@ -212,9 +213,10 @@ def step_us(plan: PipelinePlan, cluster: Cluster) -> float:
         for way, us in (("F", stage.forward_us), ("B", stage.backward_us))
     }
     ends = _play(orders, took, _messages(plan), cluster)
-    return max(
+    through = max(
         max(ends[rank] for rank in rows_of(stage)) + stage_reduce_us(stage, cluster) for stage in plan.stages
     )
+    return through + max(stage_update_us(stage, cluster) for stage in plan.stages)
 
 
 def _one_f_one_b(num: int, in_flight: int) -> list[tuple[str, int]]:
@@ -329,6 +331,13 @@ def stage_reduce_us(stage: Stage, cluster: Cluster) -> float:
     """Return the all-reduce of a stage's gradients."""
     rows = rows_of(stage)
     return all_reduce_us(cluster, rows, stage.gradient_bytes) if stage.gradient_bytes else 0.0
+
+
+def stage_update_us(stage: Stage, cluster: Cluster) -> float:
+    """Return the optimizer step of a stage: gradients are read, and parameters of as many bytes written."""
+    return (
+        max(2 * stage.gradient_bytes / cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks) * 1e6
+    )
 
 
 def all_reduce_us(cluster: Cluster, ranks: Sequence[int], num_bytes: float, *, count: int = 1) -> float:

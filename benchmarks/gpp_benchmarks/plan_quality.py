@@ -35,7 +35,13 @@ from gpp_benchmarks._oracle import (
     unlike_request,
     without_communication,
 )
-from gpp_benchmarks._oracle_costs import Groups, num_micro_batches, oracle_plan, stage_reduce_us
+from gpp_benchmarks._oracle_costs import (
+    Groups,
+    num_micro_batches,
+    oracle_plan,
+    stage_reduce_us,
+    stage_update_us,
+)
 from gpp_benchmarks._tensor_oracle import best_tensor_us, tensor_request
 from gpp_plugin.errors import PlanError, PlanInfeasible, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
@@ -536,9 +542,11 @@ def _mapped_us(plan: PipelinePlan, request: PlanRequest) -> float:
     """Return the shorter step of orders that take messages to be free and of orders that do not; inf: it cannot run."""
     best = math.inf
     reduce_us = {i: stage_reduce_us(stage, request.cluster) for i, stage in enumerate(plan.stages)}
+    step_us = {i: stage_update_us(stage, request.cluster) for i, stage in enumerate(plan.stages)}
     for each in (plan, with_link_times(plan, request.cluster)):
         try:
-            best = min(best, predict_iteration_us(each, cluster=request.cluster, reduce_us=reduce_us))
+            us = predict_iteration_us(each, cluster=request.cluster, reduce_us=reduce_us, step_us=step_us)
+            best = min(best, us)
         except (PlanError, ScheduleError):
             continue
     return best

@@ -22,7 +22,6 @@ from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, SINGLE, STO
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.baselines.data_parallel import PLAIN as PLAIN_PLANNER
 from gpp_plugin.plan.baselines.data_parallel import (
@@ -34,11 +33,13 @@ from gpp_plugin.plan.baselines.data_parallel import (
 )
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.costs.estimate import finished_plan
+from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.make import linear_order
 from gpp_plugin.plan.memory.fitting import recompute_fully
-from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, unlimited
+from gpp_plugin.plan.registry import make_plan, run_planner
+from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank, unlimited
 from gpp_plugin.plan.selection import memory_excess
+from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.report.units import format_bytes
 
 # The best chain of our own tools: what a model reaches without a graph of stages, everything else being equal.
@@ -107,7 +108,7 @@ def in_order(request: PlanRequest, order: Sequence[str]) -> PlanRequest:
         edges=tuple(sorted(edges, key=lambda edge: (place[edge.src], place[edge.dst]))),
         tensors=tensors,
     )
-    profile = dataclasses.replace(request.profile, graph=fingerprint(chained))
+    profile = dataclasses.replace(request.profile, graph=chained.fingerprint)
     return dataclasses.replace(request, graph=chained, profile=profile)
 
 
@@ -146,7 +147,7 @@ def simulated_row(mode: str, plan: PipelinePlan, request: PlanRequest) -> dict[s
     assert cost is not None
     return {
         "mode": mode,
-        "how": "estimated" if plan.planner.startswith(f"{PLAIN_PLANNER}, ") else "simulated",
+        "how": "estimated" if plan.is_estimate else "simulated",
         "what": describe_plain(plan) if len(plan.stages) == 1 and mode != SINGLE else "",
         "ranks": plan.num_ranks,
         "stages": len(plan.stages),
@@ -229,13 +230,14 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
     if own.num_stages is None and own.data_parallel is None:
         most = min(own.num_ranks, len(own.graph.blocks))
         counts = [count for count in range(1, most + 1) if own.num_ranks % count == 0]
+    check_request(own)
     plans: list[PipelinePlan] = []
     problem: PlanInfeasible | None = None
     stages = (1, 0) if request.num_ranks > 1 else (0,)  # of ZeRO; its engine takes no others
     for count, unit, stage in itertools.product(counts, loss_units(request), stages):
         try:
             wanted = dataclasses.replace(own, num_stages=count, loss_unit=unit, zero_stage=stage)
-            plans.append(make_plan(STOCK_PLANNER, wanted))
+            plans.append(run_planner(STOCK_PLANNER, wanted))
         except PlanInfeasible as error:
             problem = problem or error
     if not plans:
@@ -243,7 +245,10 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         raise problem or PlanInfeasible(nothing)
     plans.sort(key=lambda plan: plan.iteration_us)
     fitting = [plan for plan in plans if memory_excess(own, plan)[0] <= 0]
-    return (fitting or _recomputed(own, plans) or plans)[0]
+    plan = (fitting or _recomputed(own, plans) or plans)[0]
+    if fitting:
+        validate_for(plan, settled(own, plan))
+    return complete_plan(plan, own.graph, own.profile)
 
 
 def _recomputed(request: PlanRequest, plans: Sequence[PipelinePlan]) -> list[PipelinePlan]:

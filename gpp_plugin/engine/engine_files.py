@@ -177,8 +177,10 @@ class PipelineFiles:
     @shown_as("load a checkpoint")
     def load(
         self, directory: str | Path, tag: str | None, *, optimizer: bool, scheduler: bool, weights_only: bool
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Read a checkpoint of this model, of any plan; return the directory read and the client state.
+
+        Without a tag, a directory in which nothing was ever saved gives ``(None, None)``.
 
         Raises:
             CheckpointError: it is missing, broken, or of another model.
@@ -196,26 +198,11 @@ class PipelineFiles:
                 weights_only=weights_only,
                 restore_data=self._data.restore,
             )
+            if loaded is None:
+                return None, None
             facts = loaded_facts(self._stages.stages, loaded.directory.name)
             agree(facts, what="a look at what each rank loaded", group=self._setting.group, is_partial=True)
         return str(loaded.directory), loaded.client_state
-
-    def resume(self, directory: str | Path) -> dict[str, Any] | None:
-        """Read the newest whole checkpoint and return its client state; None where there is none; as of `load`."""
-        engine, root = self._stages.stages[0], Path(directory)
-
-        def look() -> bool:
-            """Return whether anything was ever saved there, whole now or not, as rank 0 finds it."""
-            if engine.rank != 0:
-                return False
-            tags = places.tags_in(root)
-            return os.path.lexists(root / places.LATEST) or any(
-                os.path.lexists(places.directory_of(root, tag) / MANIFEST) for tag in tags
-            )
-
-        if not all_ranks(engine, look, doing=f"look for checkpoints in {root}")[0]:
-            return None
-        return self.load(directory, None, optimizer=True, scheduler=True, weights_only=False)[1]
 
     @shown_as("export the model")
     def export(self, directory: str | Path) -> None:
@@ -407,7 +394,7 @@ def load_checkpoint(
     load_scheduler: bool = True,
     weights_only: bool = False,
     restore_data: Callable[[Any], None] = lambda position: None,
-) -> LoadedCheckpoint:
+) -> LoadedCheckpoint | None:
     """Read a checkpoint of this model; collective over all ranks.
 
     Args:
@@ -418,8 +405,11 @@ def load_checkpoint(
         weights_only: restore nothing else: no optimizer, schedule, loss scale, counters or random states.
         restore_data: takes the position in the data.
 
+    Returns:
+        None where no tag is requested and nothing was ever saved.
+
     Raises:
-        CheckpointError: none is there, it is broken, or of another model or optimizer; nothing has changed.
+        CheckpointError: what is requested is missing or broken, or of another model or optimizer; nothing has changed.
     """
     engine = stages[0]
     root = Path(directory)
@@ -429,6 +419,8 @@ def load_checkpoint(
         more=not weights_only,
     )
     checked = _check_first_whole(stages, root, tag, wanted)
+    if checked is None:
+        return None
     doing = f"read {checked.saved.target}"
     if wanted.more:  # first, as a sampler or loader of the user's may refuse
         all_ranks(engine, lambda: restore_data(checked.state["data"]), doing=doing)
@@ -449,8 +441,11 @@ class _Wanted(NamedTuple):
 
 def _check_first_whole(
     stages: Sequence[StageEngine], root: Path, tag: str | None, wanted: _Wanted
-) -> _Checked:
-    """Return the checkpoint that is requested, or the first of the newest that all ranks find whole."""
+) -> _Checked | None:
+    """Return the checkpoint that is requested, or the first of the newest that all ranks find whole.
+
+    None where no tag is requested and nothing was ever saved, as rank 0 finds it.
+    """
     # Rank 0 says which one is tried, and every rank what it found: one that is broken for one rank is so for all.
     engine = stages[0]
     reasons: list[str] = []
@@ -466,6 +461,8 @@ def _check_first_whole(
             raise CheckpointError(
                 f"the ranks request different checkpoints: {sorted(map(str, tags))}; give all the same tag"
             )
+        if not choices[0][1]:
+            return None
         tried.append(choices[0][1])
         found: list[_Checked] = []
 
@@ -502,10 +499,31 @@ def _check_all_held(saved: CheckpointTensors, held: set[str]) -> None:
         )
 
 
+def _holds_checkpoints(root: Path) -> bool:
+    """Return whether anything was ever saved in a directory, whole now or not.
+
+    Raises:
+        CheckpointError: it is a checkpoint itself, or no directory.
+    """
+    if os.path.lexists(root / MANIFEST):
+        raise CheckpointError(
+            f"{root} is a checkpoint itself; load from {root.parent} with tag={root.name!r}"
+        )
+    if os.path.lexists(root) and not root.is_dir():
+        raise CheckpointError(f"{root} is no directory; give the one that checkpoints were saved in")
+    return root.is_dir() and any(
+        path.name == places.LATEST or places.is_own_tag(path.name) or os.path.lexists(path / MANIFEST)
+        for path in root.iterdir()
+        if not places.is_unfinished(path.name)
+    )
+
+
 def _next_tag(root: Path, tag: str | None, tried: Sequence[str], reasons: list[str]) -> str:
-    """Return the tag to try next; on rank 0."""
+    """Return the tag to try next, an empty one where nothing was ever saved; on rank 0."""
     if tag is not None:
         return places.check_tag(tag)
+    if not tried and not _holds_checkpoints(root):
+        return ""
     if not tried:
         try:
             named = places.read_latest(root)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.typed_leaves import Share
 
 # The captured model as data: one node per operator, without tensors or torch.
 
@@ -186,6 +189,8 @@ class BlockSharding:
         forward_sums, backward_sums: all-reduces of one task, whatever its number of samples.
         forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole
             tensors, not what a ring sends of them).
+        beside_share: share of the block's weight gradients that is made while its backward's sums travel: of linear
+            operators that read what is summed.
     """
 
     block: str
@@ -198,9 +203,10 @@ class BlockSharding:
     forward_sum_bytes: int
     backward_sums: int
     backward_sum_bytes: int
+    beside_share: Share = 0.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots, so that it keeps its fingerprint
 class BlockGraph:
     """Blocks in a topological order, every edge between them, and the tensors on the edges.
 
@@ -225,6 +231,11 @@ class BlockGraph:
     more_losses: tuple[str, ...] = ()
     sharding: tuple[BlockSharding, ...] = ()
     undivided: dict[str, str] = field(default_factory=dict)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return what plans and profiles of the graph name it by: of a large one this takes a tenth of a second."""
+        return fingerprint(self)
 
     @property
     def loss_blocks(self) -> tuple[str, ...]:

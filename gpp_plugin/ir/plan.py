@@ -373,25 +373,29 @@ class PipelinePlan:
         zero_stage: of DeepSpeed's ZeRO, which times and memory are of.
         alternatives: what one may choose instead, by increasing time.
         cost: what the step takes and the ranks hold; what every command prints. None where it was not predicted.
+        is_estimate: it is only compared with others: this package does not run what it describes.
+
+    Its fingerprint is that of what runs: how it was found, and what is said of it, are left out.
     """
 
     model: str
     graph: str
-    planner: str
+    planner: str = field(metadata=DERIVED)
     mini_batch: Count
     loss_unit: Count
     stages: tuple[Stage, ...]
     edges: tuple[StageEdge, ...]
-    iteration_us: Micros = 0.0
-    notes: tuple[str, ...] = ()
+    iteration_us: Micros = field(default=0.0, metadata=DERIVED)
+    notes: tuple[str, ...] = field(default=(), metadata=DERIVED)
     tensors: tuple[TensorSpec, ...] = ()
     mode: Annotated[str, OneOf(("sync", "async"))] = "sync"
     memory: tuple[MemoryBreakdown, ...] = ()
     losses: tuple[str, ...] = ()
     vertical_sync: bool = False
     zero_stage: ZeroStage = 0
-    alternatives: tuple[Alternative, ...] = ()
+    alternatives: tuple[Alternative, ...] = field(default=(), metadata=DERIVED)
     cost: StepCost | None = field(default=None, metadata=DERIVED)
+    is_estimate: bool = False
 
     def edge_name(self, edge: int) -> str:
         """Return how an edge is called, by its stages: ``vision -> loss``."""

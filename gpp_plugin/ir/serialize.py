@@ -65,7 +65,7 @@ def check_leaves(value: Any) -> None:
 
 
 DERIVED = {"is_derived": True}
-"""Metadata of a dataclass's field that follows from the others, so that a fingerprint does without it."""
+"""Metadata of a dataclass's field that says how others were found, or follows from them: no part of a fingerprint."""
 
 
 def fingerprint(value: Any) -> str:

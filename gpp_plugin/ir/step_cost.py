@@ -70,9 +70,9 @@ class StageReductions:
         )
 
     def least_behind_us(self, backward_us: float, num_micro_batches: int) -> float:
-        """Return what a step is at least longer by than a stage's work, whatever its sums hide behind."""
+        """Return what follows a stage's work at least, up to the step, whatever its sums hide behind."""
         behind = min(self.exposed_us(backward_us), self.last_us)
-        return behind + (num_micro_batches - 1) * self.each_us + self.step_us
+        return behind + (num_micro_batches - 1) * self.each_us
 
     def exposed_us(self, backward_us: float) -> float:
         """Return what is left of the last sum behind a last backward that takes so long, on all ranks at once.

@@ -12,7 +12,6 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph, BlockSharding, SavedTensor
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, batch_layout, element_bytes
 from gpp_plugin.plan.request import TENSOR_SIZES
 
@@ -119,6 +118,7 @@ class Divided:
     Args:
         counts: heads, features or words that a tensor size must divide.
         forward_sums, backward_sums: elements of each tensor that they sum.
+        beside: products of the weight gradients that are made beside the sums of a backward.
     """
 
     counts: tuple[int, ...]
@@ -126,6 +126,7 @@ class Divided:
     saved: int
     forward_sums: tuple[int, ...]
     backward_sums: tuple[int, ...]
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +236,8 @@ def _sharding(spec: BlockSpec) -> BlockSharding | None:
         forward_sum_bytes=sum(own.forward_sums) * FLOAT,
         backward_sums=len(own.backward_sums),
         backward_sum_bytes=sum(own.backward_sums) * FLOAT,
+        beside_share=own.beside
+        / max(sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched), 1),
     )
 
 
@@ -298,15 +301,17 @@ def profile_model(
         backward = tuple(_backward(device, spec, n, size) for n in samples)
         output = math.prod(spec.output)
         saved, transient = spec.saved, output
+        input_share = _input_share(device, spec, samples[-1], size)
         if recompute and spec.is_checkpointed:
             # The block's input, about as large as its output, stays; all that its forward keeps is there only
             # while its backward runs: from saved to transient.
+            input_share = 1.0 - (1.0 - input_share) * backward[-1] / (forward[-1] + backward[-1])
             backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
             saved, transient = output, spec.saved + output
         costs.append(
             BlockCost(
                 block=spec.name,
-                input_share=_input_share(device, spec, samples[-1], size),
+                input_share=input_share,
                 pending_bytes_per_sample=float(_pending(spec) * size),
                 samples=samples,
                 forward_us=forward,
@@ -319,7 +324,7 @@ def profile_model(
             )
         )
     graph = model.graph if dtype == "fp32" else in_dtype(model.graph, dtype)
-    return Profile(graph=fingerprint(graph), device=device.name, source="analytic", costs=tuple(costs))
+    return Profile(graph=graph.fingerprint, device=device.name, source="analytic", costs=tuple(costs))
 
 
 def _moved_us(device: Device, num_bytes: int) -> float:
@@ -385,6 +390,7 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
             saved=4 * tokens + 2 * scores,
             forward_sums=(tokens,),
             backward_sums=(tokens,),
+            beside=3 * hidden * tokens,
         ),
         is_checkpointed=True,
     )
@@ -407,6 +413,7 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
             saved=2 * length * inner,
             forward_sums=(tokens,),
             backward_sums=(tokens,),
+            beside=inner * tokens,
         ),
         is_checkpointed=True,
     )
@@ -438,6 +445,7 @@ def _divided_together(parts: Sequence[Divided | None]) -> Divided | None:
         saved=sum(part.saved for part in known),
         forward_sums=tuple(size for part in known for size in part.forward_sums),
         backward_sums=tuple(size for part in known for size in part.backward_sums),
+        beside=sum(part.beside for part in known),
     )
 
 

@@ -18,7 +18,6 @@ from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TRAINING_DTYPES, TensorSpec, adam_bytes, element_bytes
 from gpp_plugin.library.analytic_models import in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
@@ -230,4 +229,4 @@ def _grown(longest: _Analytic, graph: BlockGraph) -> Profile:
     growth = {
         name: there[name] / size for name, size in here.items() if size and there.get(name, size) != size
     }
-    return dataclasses.replace(longest.profile, graph=fingerprint(graph), growth=growth)
+    return dataclasses.replace(longest.profile, graph=graph.fingerprint, growth=growth)

@@ -25,7 +25,7 @@ from gpp_plugin.ir.plan import PipelinePlan, stages_behind
 from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS
+from gpp_plugin.plan.costs.estimate import MAX_RANK_TASKS, update_times
 from gpp_plugin.plan.make import (
     has_split_times,
     pending_bytes,
@@ -71,6 +71,7 @@ def choose_schedule(
     durations: Durations | None = None,
     most_in_flight: Sequence[int] | None = None,
     reduce_us: Mapping[int, float] | Reductions | None = None,
+    step_us: Mapping[int, float] | None = None,
 ) -> PipelinePlan:
     """Return ``plan`` with the schedule, k, in-flight counts and slices of the shortest predicted iteration.
 
@@ -82,14 +83,14 @@ def choose_schedule(
         slicing: as for `choose_slicing`, which has the last word on the best schedule.
         whole_stages: stages whose forwards must not run in halves (those with coupled blocks).
         most_in_flight: for each stage, the most micro-batches its memory holds; None is no limit.
-        cluster, durations, reduce_us: as for `simulate_plan`.
+        cluster, durations, reduce_us, step_us: as for `simulate_plan`.
 
     Raises:
         PlanError: no candidate fits ``most_in_flight``; the text says what the least one needs.
         ValueError: a schedule or ``slicing`` is unknown.
     """
     # Slices come last, on the winner alone: they change no in-flight count, and each one tried is a simulation more.
-    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us)
+    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us, step_us=step_us)
     candidates = candidate_schedules(unsliced(plan), schedules, most_in_flight=most_in_flight)
     name, chosen, time = _shortest(candidates, context, most_in_flight)
     chosen, time, slices = _choose_slicing(chosen, time, slicing, whole_stages, context)
@@ -148,6 +149,7 @@ def choose_slicing(
     cluster: Cluster | None = None,
     durations: Durations | None = None,
     reduce_us: Mapping[int, float] | Reductions | None = None,
+    step_us: Mapping[int, float] | None = None,
 ) -> PipelinePlan:
     """Return ``plan``, its schedules as they are, with `Stage.num_sliced` of the shortest predicted iteration.
 
@@ -156,13 +158,13 @@ def choose_slicing(
             whichever is shortest; ``on`` one of the first two; a number slices so many micro-batches;
             ``off`` slices nothing.
         whole_stages: stages whose forwards must not run in halves (those with coupled blocks).
-        cluster, durations, reduce_us: as for `simulate_plan`.
+        cluster, durations, reduce_us, step_us: as for `simulate_plan`.
 
     Raises:
         ScheduleError: the plan cannot run.
         ValueError: ``slicing`` is unknown.
     """
-    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us)
+    context = Context(cluster=cluster, durations=durations, reduce_us=reduce_us, step_us=step_us)
     plan = unsliced(plan)
     unsliced_us = predict_iteration_us(plan, **context)
     chosen, time, slices = _choose_slicing(plan, unsliced_us, slicing, whole_stages, context)
@@ -442,6 +444,7 @@ class _Chooser:
                 or stage.local_batch_size < 2 * request.smallest_local_batch
             ],
             "reduce_us": costs.reductions(plan),
+            "step_us": update_times(plan, costs),
         }
         self._most_in_flight = [self._most(i) for i in range(len(plan.stages))]
 

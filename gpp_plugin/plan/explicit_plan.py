@@ -17,7 +17,7 @@ from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import LOSS_KEY, PipelinePlan, Stage
-from gpp_plugin.ir.serialize import fingerprint, is_envelope
+from gpp_plugin.ir.serialize import is_envelope
 from gpp_plugin.ir.typed_leaves import show
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -375,7 +375,7 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
         plan = plan_of_envelope(spec)
     except GppError as error:
         raise PlanError(f"plan: {error}") from error
-    if plan.graph != fingerprint(request.graph):
+    if plan.graph != request.graph.fingerprint:
         plan = _refit(plan, request)
     made = (plan.num_ranks, plan.mini_batch, plan.loss_unit)
     wanted = (request.num_ranks, request.mini_batch, request.loss_unit)
@@ -431,7 +431,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
             else f"{len(differ)} blocks differ, such as {differ[0]!r}"
         )
         raise PlanError(
-            f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is {fingerprint(graph)} "
+            f"plan: made for graph {plan.graph} of model {plan.model!r}; this model's graph is {graph.fingerprint} "
             f"and {why}; plan again"
         )
     costs = CostModel(graph, request.profile, request.cluster, zero_stage=request.zero_stage)
@@ -459,7 +459,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     ]
     fitted = dataclasses.replace(
         plan,
-        graph=fingerprint(graph),
+        graph=graph.fingerprint,
         stages=tuple(stages),
         edges=tuple(edges),
         notes=(*plan.notes, "made for other shapes or another precision; sizes and times are this run's"),

@@ -109,7 +109,7 @@ def build_plan(
     yielding = tuple(stage.name for stage in stages if not set(graph.loss_blocks).isdisjoint(stage.blocks))
     plan = PipelinePlan(
         model=graph.model,
-        graph=costs.fingerprint,
+        graph=graph.fingerprint,
         planner=planner,
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,

@@ -77,6 +77,10 @@ def check_form(plan: PipelinePlan) -> None:
     Raises:
         PlanError: it says which, with their values and the fix.
     """
+    if plan.is_estimate:
+        raise PlanError(
+            f"planner {plan.planner!r}: the plan is an estimate, to compare others with; nothing runs it: plan again"
+        )
     # in the order in which later checks rely on earlier ones
     check_stages(plan)
     _check_ranks(plan)

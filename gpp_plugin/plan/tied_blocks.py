@@ -25,7 +25,6 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import Block, BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plan.request import PlanRequest
@@ -108,7 +107,7 @@ def joined_request(request: PlanRequest) -> tuple[PlanRequest, JoinedBlocks]:
     if len(joined.members) == len(request.graph.blocks):
         return request, joined
     graph = _joined_graph(request.graph, request.profile, joined)
-    profile = _joined_profile(request.profile, joined, fingerprint(graph))
+    profile = _joined_profile(request.profile, joined, graph.fingerprint)
     return dataclasses.replace(request, graph=graph, profile=profile), joined
 
 
@@ -129,7 +128,7 @@ def parted(plan: PipelinePlan, request: PlanRequest, joined: JoinedBlocks) -> Pi
     names = name_stages(request.graph, groups)
     return dataclasses.replace(
         plan,
-        graph=costs.fingerprint,
+        graph=costs.graph.fingerprint,
         stages=tuple(
             dataclasses.replace(stage, name=name, blocks=group, memory=None)
             for stage, name, group in zip(plan.stages, names, groups, strict=True)

@@ -13,7 +13,6 @@ from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
 from gpp_plugin.plan.request import PlanRequest
@@ -42,9 +41,9 @@ def validate_plan(
         PlanError: the plan is malformed.
         PlanInfeasible: the stages of a rank need more memory than its device has.
     """
-    if plan.graph != fingerprint(graph):
+    if plan.graph != graph.fingerprint:
         raise PlanError(
-            f"the plan is for graph {plan.graph} and this model's graph is {fingerprint(graph)}; "
+            f"the plan is for graph {plan.graph} and this model's graph is {graph.fingerprint}; "
             "plan again (another model, batch shape or granularity)"
         )
     check_stages(plan)

@@ -37,7 +37,6 @@ from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.block_graph import Block, BlockGraph, OpGraph, OpNode, Parameter
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.profile import BlockCost, Profile, SharedStorage, TiedCost
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, adam_bytes
 from gpp_plugin.plan.costs.cost_model import roofline_us
 
@@ -131,7 +130,7 @@ def analytic_profile(
         if len(tensor.kept_by) > 1
     )
     return Profile(
-        graph=fingerprint(block_graph),
+        graph=block_graph.fingerprint,
         device=device.name,
         source="analytic",
         costs=tuple(costs),

@@ -120,7 +120,7 @@ def _store_key(
         options: how it is measured.
     """
     return {
-        "graph": fingerprint(block_graph),
+        "graph": block_graph.fingerprint,
         "operators": fingerprint(captured.op_graph),
         "unpadded": list(captured.analysis.unpadded),
         "is_training": captured.is_training,
@@ -199,7 +199,7 @@ def _make_profile(
             )
         )
     return Profile(
-        graph=fingerprint(block_graph),
+        graph=block_graph.fingerprint,
         device=device,
         source="measured",
         costs=tuple(costs),

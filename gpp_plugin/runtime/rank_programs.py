@@ -16,7 +16,6 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages
 from gpp_plugin.ir.program import InstructionKind, RankProgram
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plugins import Channel
@@ -198,9 +197,7 @@ def evaluation_plan(
         dataclasses.replace(stage, blocks=tuple(blocks), in_flight=1)
         for stage, blocks in zip(plan.stages, groups, strict=True)
     )
-    return dataclasses.replace(
-        plan, graph=fingerprint(graph), stages=stages, edges=stage_edges(graph, groups)
-    )
+    return dataclasses.replace(plan, graph=graph.fingerprint, stages=stages, edges=stage_edges(graph, groups))
 
 
 def match_blocks(

@@ -124,7 +124,9 @@ def test_the_drawn_pipeline_takes_what_its_picture_says() -> None:
     request = random_request(rng, nx.path_graph(2, create_using=nx.DiGraph), ranks=2, is_tight=False)
     plan = oracle_plan(request, (("n0",), ("n1",)), (1, 1), 16)
     assert [stage.in_flight for stage in plan.stages] == [2, 1] and plan.num_micro_batches(0) == 2
-    stages = tuple(dataclasses.replace(s, forward_us=10.0, backward_us=20.0) for s in plan.stages)
+    stages = tuple(
+        dataclasses.replace(s, forward_us=10.0, backward_us=20.0, gradient_bytes=0) for s in plan.stages
+    )
     edges = tuple(
         dataclasses.replace(e, bytes_per_sample=0.0, gradient_bytes_per_sample=0.0) for e in plan.edges
     )

@@ -10,7 +10,7 @@ import pytest
 from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, Stage, SwappedTensor
 from gpp_plugin.plan.costs.collective_costs import gather_times
 from gpp_plugin.plan.costs.cost_model import CostModel
-from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us
+from gpp_plugin.plan.costs.estimate import _edge_timing, estimate_plan_us, evaluate_us, update_times
 from gpp_plugin.plan.costs.memory_formula import complete_plan, memory_breakdown
 from gpp_plugin.plan.graphpipe.intervals import interval_bytes
 from gpp_plugin.plan.make import LEAST_SHARE, StageDraft, build_plan, with_link_times, with_part_times
@@ -72,7 +72,8 @@ def plain_times(request: PlanRequest, stage: Stage, local: float) -> dict[str, f
             ]
         backward = on_line(cost.samples, cost.backward_us, local) * share
         found["forward"] += on_line(cost.samples, cost.forward_us, local) * share + sums[0]
-        found["backward"] += backward + sums[1]
+        beside = 0.0 if shard is None else backward * (1 - cost.input_share) * shard.beside_share
+        found["backward"] += backward + max(sums[1] - beside, 0.0)
         found["input"] += backward * cost.split_factor * cost.input_share + sums[1]
         found["weight"] += backward * cost.split_factor * (1 - cost.input_share)
     return found
@@ -281,8 +282,8 @@ def test_the_quick_prediction_is_the_simulation_where_no_messages_meet(way, seed
     _, costs, plan = planned(way, seed)
     assert estimate_plan_us(plan, costs) == pytest.approx(evaluate_us(plan, costs), rel=met)
     one = max(
-        s.forward_us + s.backward_us + us
-        for s, us in zip(plan.stages, costs.reduce_times(plan).values(), strict=True)
+        s.forward_us + s.backward_us + costs.reduce_times(plan)[index] + update_us
+        for (index, update_us), s in zip(update_times(plan, costs).items(), plan.stages, strict=True)
     )
     asynchronous = dataclasses.replace(plan, mode="async")
     assert evaluate_us(asynchronous, costs) == pytest.approx(24 // plan.stages[0].micro_batch_size * one)

@@ -59,9 +59,14 @@ def test_no_step_is_shorter_than_is_told_before_it_is_predicted() -> None:
     refiner = refiner_of(make_request(chain(2), mini_batch=4))
     masks = [refiner.sets.mask_of([f"layers.{i}"]) for i in range(2)]
     # the second stage begins after 10 us; its gradients are reduced while the first still has 20 us to go
-    assert refiner._least_us(masks, [(10.0, 20.0, 2, 7.0), (5.0, 10.0, 2, 100.0)]) == 10.0 + 30.0 + 100.0
-    assert refiner._least_us(masks, [(10.0, 20.0, 2, 7.0), (5.0, 10.0, 2, 1.0)]) == 60.0 + 7.0
-    assert refiner._least_us(masks, [(10.0, 20.0, 2, 0.0), (50.0, 10.0, 2, 1.0)]) == 10.0 + 120.0 + 20.0
+    for steps in ((0.0, 0.0), (3.0, 5.0)):  # of the optimizers, when all stages are through
+
+        def least_us(*times, steps=steps):
+            return refiner._least_us(masks, [(*own, step) for own, step in zip(times, steps, strict=True)])
+
+        assert least_us((10.0, 20.0, 2, 7.0), (5.0, 10.0, 2, 100.0)) == 10.0 + 30.0 + 100.0 + steps[1]
+        assert least_us((10.0, 20.0, 2, 7.0), (5.0, 10.0, 2, 1.0)) == 60.0 + 7.0 + steps[1]
+        assert least_us((10.0, 20.0, 2, 0.0), (50.0, 10.0, 2, 1.0)) == 10.0 + 120.0 + 20.0 + steps[1]
 
 
 def chooser_of(request: PlanRequest) -> DegreeChooser:

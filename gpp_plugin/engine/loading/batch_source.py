@@ -40,6 +40,7 @@ from gpp_plugin.runtime.batches import (
     collect_mini_batch,
     collect_units,
     collect_whole_units,
+    join_batches,
     mini_batch_shapes,
     ones_among,
     shape_key,
@@ -244,6 +245,13 @@ class BatchSource:
         self.step = 0
         self.refusal: Exception | None = None
 
+    def resize(self, mini_batch: int) -> None:
+        """Give mini-batches of so many samples from now on; shapes are announced anew."""
+        self.drop_prefetched()
+        self._mini_batch = mini_batch
+        self._announced.clear()
+        self._shapes.clear()
+
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
 
@@ -279,16 +287,20 @@ class BatchSource:
         if self.refusal is not None:
             raise self.refusal
 
-    def take(self, iterator: Iterator[Any]) -> Batch:
-        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+    def take(self, iterator: Iterator[Any], count: int | None = None) -> Batch:
+        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys.
+
+        Args:
+            count: so many batches as one, or so many units.
+        """
         self._refuse()
         prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        # of units as many as there are, up to a mini-batch: an evaluation is of any number
-        first = collect_units(prepared, 1)
-        more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
-        units = self.complete(first + more)
+        taken = collect_units(prepared, count or 1, "num_micro_batches")
         if self._units is None:
-            return units[0]
+            return self.complete(taken if len(taken) == 1 else [join_batches(taken)])[0]
+        if count is None:  # of units as many as there are, up to a mini-batch: an evaluation is of any number
+            taken += [check_batch(unit) for unit in itertools.islice(prepared, self._units - 1)]
+        units = self.complete(taken)
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)

@@ -111,9 +111,17 @@ def first_items(stream: Any, count: int) -> list[Any]:
 
 
 def sample_from_dataset(
-    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+    dataset: Any,
+    *,
+    num_samples: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    named: Callable[[Any], Any] = lambda batch: batch,
 ) -> Batch:
-    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    """Return one collated batch of the dataset's first samples, for capture and profiling.
+
+    Args:
+        named: makes a dict of what is collated.
+    """
     collate = collate_fn or default_collate
     if isinstance(dataset, PackedUnits):  # a unit as they will come
         items = [dataset.dataset[index] for index in dataset.typical_unit()]
@@ -123,7 +131,7 @@ def sample_from_dataset(
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
     if not items:
         raise ConfigError("training_data is empty; capture needs at least one sample of it")
-    return check_batch(collate(items))
+    return check_batch(named(collate(items)))
 
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.
@@ -531,8 +539,11 @@ def as_it_is(items: Any) -> Any:
 
 def _stacks(item: Any) -> bool:
     """Return whether torch's own collation makes of such items one row each, of one shape, or fails."""
-    return isinstance(item, Mapping) and all(
-        type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray)) for value in item.values()
+    if not isinstance(item, Mapping | list | tuple):
+        return False
+    return all(
+        type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray))
+        for value in (item.values() if isinstance(item, Mapping) else item)
     )
 
 

@@ -10,13 +10,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpp_plugin.capture.tracing.sample_batches import (
+    as_unit,
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    resize_batch,
+)
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
-from gpp_plugin.engine.loading.batch_source import BatchSource
+from gpp_plugin.engine.loading.batch_source import BatchSource, check_count, inputs_of, ranks_that_read
 from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position, trying_position
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
+from gpp_plugin.runtime.batches import Batch, num_elements
 from gpp_plugin.runtime.random_streams import HostStreams, host_streams
+from gpp_plugin.runtime.rank_programs import plan_of_units
 from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
+from gpp_plugin.runtime.stage_module import Reference
 
 LOADING = "loading data"
 """Where a rank is in the meantime, to the others."""
@@ -164,18 +178,20 @@ class TrainingData:
         return self._agreed(lambda: self._take(data_iter) if taken is None else _result(taken), compares=True)
 
     @HERE.during(LOADING)
-    def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
+    def take(
+        self, data_iter: Iterator[Any], *, count: int | None = None, refusal: Exception | None = None
+    ) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
 
         Args:
-            refusal: as of `next`.
+            count, refusal: as of `BatchSource.take` and `next`.
 
         Raises:
             ConfigError: it is no batch.
             StopIteration: ``data_iter`` ended, here or on another rank.
         """
         self._batch_source.refusal = refusal
-        return self._agreed(lambda: self._batch_source.take(data_iter), compares=False)
+        return self._agreed(lambda: self._batch_source.take(data_iter, count), compares=False)
 
     def _agreed(self, take: Callable[[], Batch], *, compares: bool) -> Batch:
         """Return what every rank could take; collective; raises as of `BatchSource.agree`."""
@@ -248,6 +264,30 @@ class TrainingData:
     def use_iterator(self, iterator: Iterator[Any]) -> None:
         """Read ``iterator``, the same batches on every rank."""
         self._use(iterator, repeats=False)
+
+    def resize(self, mini_batch: int, make_own: Callable[[], RowLoader]) -> None:
+        """Give mini-batches of so many samples from now on, which continue where training is; collective.
+
+        Args:
+            make_own: makes the share of ``training_data`` that this rank has of them; called where there is one.
+
+        Raises:
+            ConfigError: one of the old size is taken of a caller's iterator.
+        """
+        if self._own is None and self._taken:
+            raise ConfigError(
+                "set_train_batch_size: a mini-batch is prefetched from the iterator already; set "
+                "graph_pipeline.frozen_prefetch to 0"
+            )
+        if (before := self._own) is None:
+            self._batch_source.resize(mini_batch)
+            return
+        position = self.position()
+        before.close()
+        self._own = make_own()
+        self._own.batch_fn, self.loader = before.batch_fn, self._own.loader
+        self._batch_source.resize(mini_batch)
+        self.restore(position)
 
     def _use(self, data_iter: Any, *, repeats: bool) -> None:
         self.close()
@@ -419,3 +459,59 @@ def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
             yield batch
         if empty:
             raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+
+
+def sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
+    """Return one unit of a sample batch, as the plan is made for it.
+
+    Raises:
+        ConfigError: its entries do not say how many samples it holds, and samples are counted.
+    """
+    unit, is_whole = setting.sizes.loss_unit, False
+    if config.units is None:  # what has no count of samples is refused when it is known why
+        check_count(batch, sizes=(unit, setting.sizes.mini_batch))
+    elif is_counted(batch):
+        # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+        is_whole = count_samples(batch) != unit and not is_clearly_counted(batch)
+        batch = batch if is_whole else resize_batch(batch, unit)
+    (batch,) = source.complete_batches([batch])
+    return as_unit(batch, unit) if is_whole else batch
+
+
+def make_batch_source(
+    source: ModelSource,
+    plan: PipelinePlan,
+    reference: Reference,
+    sample_batch: Batch,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    timeout_s: float,
+) -> BatchSource:
+    """Return what gives a rank its mini-batches: the ranks that read none learn shapes from one that does.
+
+    Args:
+        sample_batch: what the model was captured with.
+        timeout_s: how long ranks wait for others' data.
+    """
+    order: UnitOrder | None = None
+    if config.units is not None and config.unit_order == "balanced":
+        costs = unit_costs(plan, reference.block_graph, num_elements(sample_batch))
+        order = UnitOrder(plan_of_units(plan), costs)
+    reading = ranks_that_read(plan, reference.block_graph)
+    return BatchSource(
+        prepare=source.prepare_batch,
+        complete=source.complete_batches,
+        mini_batch=plan.mini_batch,
+        units=config.units,
+        order=order,
+        reads_inputs=setting.rank in reading,
+        source=min(reading),
+        all_read=len(reading) == setting.num_ranks,
+        group=setting.group,
+        keys=sample_batch,
+        inputs=inputs_of(sample_batch),
+        timeout_s=timeout_s,
+        rule=source.unit_rule(reference),
+        prefetches=config.mode == "async",
+    )

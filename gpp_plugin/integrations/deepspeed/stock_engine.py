@@ -29,6 +29,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.compatibility import check_directory
 from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, BatchSource
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
@@ -486,6 +487,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
+        check_directory("save_pretrained", save_directory)
         # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
         persistent = {p.name for p in self._runner.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}

@@ -37,7 +37,7 @@ from transformers.training_args import ParallelMode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.trainer.trainer_config import (
@@ -386,7 +386,7 @@ class GraphPipelineTrainer(Trainer):
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            _, client_state = engine.load_checkpoint(resume_from_checkpoint)
+            _, client_state = _load_checkpoint(engine, resume_from_checkpoint)
             self._random_states = host_streams()
             ahead = client_state.get("ahead")
             if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
@@ -530,7 +530,7 @@ class GraphPipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
-        self._engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+        _load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
@@ -696,3 +696,17 @@ def _cut(tensors: Any, count: int) -> Any:
     if isinstance(tensors, (list, tuple)):
         return type(tensors)(_cut(value, count) for value in tensors)
     return tensors
+
+
+def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
+    """Load what Trainer names.
+
+    Raises:
+        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
+    """
+    path, client_state = engine.load_checkpoint(directory, **how)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
+        )
+    return path, client_state

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.profile import BlockCost, ModuleMemory, Profile, SharedStorage, TiedCost
-from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.module_cost import Measuring, measure_module, profile_part
 from gpp_plugin.model.graph.module_trial import Place
@@ -298,7 +297,7 @@ class StageCosts:
         stages = self.by_stage if stage is None else {stage: self.by_stage[stage]}
         blocks = {block.name for block in graph.blocks}
         return Profile(
-            graph=fingerprint(graph),
+            graph=graph.fingerprint,
             device=device,
             source="measured",
             costs=tuple(cost for costs in stages.values() for cost in costs),

@@ -205,7 +205,8 @@ def describe_plain(plan: PipelinePlan) -> str:
     (stage,) = plan.stages
     memory = stage.memory
     parts = [
-        plan.planner if plan.planner.startswith(PLAIN) else PLAIN,
+        PLAIN,
+        *(["gathered features"] if plan.is_estimate else []),
         f"ZeRO {plan.zero_stage}",
         *([f"tensor {stage.tensor}"] if stage.tensor > 1 else []),
         *(["recompute"] if memory is not None and memory.recomputed else []),
@@ -226,7 +227,7 @@ def gathered_features(request: PlanRequest) -> PipelinePlan | None:
     costs = CostModel(request.graph, request.profile, request.cluster, zero_stage=request.zero_stage)
     blocks = tuple(block.name for block in request.graph.blocks)
     draft = StageDraft(blocks=blocks, degree=request.num_ranks, micro_batch_size=unit)
-    plan = build_plan(request, [draft], planner=f"{PLAIN}, gathered features", costs=costs)
+    plan = build_plan(request, [draft], planner=PLAIN, costs=costs)
     (stage,) = plan.stages
     rows, local = costs.indices(sorted(coupled)), unit / request.num_ranks
     whole, own = costs.stage_times(rows, unit), costs.stage_times(rows, local)
@@ -246,5 +247,5 @@ def gathered_features(request: PlanRequest) -> PipelinePlan | None:
         backward_us=stage.backward_us + whole[1] - own[1] + half_us,
         memory_bytes=stage.memory_bytes + round(held),
     )
-    plan = dataclasses.replace(plan, stages=(stage,))
+    plan = dataclasses.replace(plan, stages=(stage,), is_estimate=True)
     return dataclasses.replace(plan, iteration_us=evaluate_us(plan, costs))

@@ -60,8 +60,8 @@ class StageTiming:
 
     Args:
         reduce_us: what is left of its last sum behind its last backward (`StageReductions.exposed_us`).
-        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` behind
-            the step of all stages.
+        gather_us: before its first task; ``each_us`` behind each backward, kept from its next task; ``step_us`` when
+            all stages are through: its optimizer step, and parameters behind it.
     """
 
     micro_batch_size: int
@@ -117,7 +117,7 @@ def estimate_us(
     edges: Sequence[EdgeTiming],
     tied: Sequence[tuple[tuple[int, ...], float]] = (),
 ) -> float:
-    """Return microseconds from the first forward to the last reduction; inf where it would stop.
+    """Return microseconds from the first forward to the end of the step; inf where it would stop.
 
     Args:
         tied: as of `Reductions`.
@@ -205,7 +205,7 @@ def _departures(incoming: Sequence[_Incoming], end: int) -> list[tuple[float, fl
 
 def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
     """Return the predicted microseconds of one step of a whole plan."""
-    reductions = costs.reductions(plan)
+    reductions, updates = costs.reductions(plan), update_times(plan, costs)
     stages = [
         StageTiming(
             micro_batch_size=stage.micro_batch_size,
@@ -217,9 +217,9 @@ def estimate_plan_us(plan: PipelinePlan, costs: CostModel) -> float:
             reduce_us=own.exposed_us(stage.backward_us) - own.each_us,
             gather_us=own.gather_us,
             each_us=own.each_us,
-            step_us=own.step_us,
+            step_us=own.step_us + updates[index],
         )
-        for stage, own in zip(plan.stages, reductions.stages, strict=True)
+        for index, (stage, own) in enumerate(zip(plan.stages, reductions.stages, strict=True))
     ]
     edges = [_edge_timing(edge, plan.stages[edge.src], plan.stages[edge.dst], costs) for edge in plan.edges]
     us = estimate_us(plan.mini_batch, stages, edges, reductions.tied)
@@ -299,22 +299,32 @@ def exposed_us(costs: CostModel, reduce_us: Any, backward_us: Any, gradient_byte
     return np.where(gradient_bytes > costs.bucket_bytes, np.maximum(reduce_us - backward_us, 0.0), reduce_us)
 
 
+def update_times(plan: PipelinePlan, costs: CostModel) -> dict[int, float]:
+    """Return by stage what its optimizer step takes (`CostModel.update_us`)."""
+    return {
+        index: costs.on(stage).update_us(costs.indices(stage.blocks), stage.degree, stage.ranks)
+        for index, stage in enumerate(plan.stages)
+    }
+
+
 MAX_RANK_TASKS = 60_000
 """Tasks summed over ranks that are simulated one by one; above, the ranks of a stage move as one."""
 
 
 def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
-    """Return the predicted microseconds of one mini-batch of ``plan``.
+    """Return the predicted microseconds of one step of ``plan``, the optimizer's included: what searches compare.
 
     Plans of very many ranks are predicted by `estimate`, without contention for links. Not so where a rank holds
     several stages: there each stage would have a clock of its own.
     """
     if plan.mode == "async":
         one = dataclasses.replace(plan, mini_batch=plan.stages[0].micro_batch_size)
-        reduce_us = costs.reduce_times(one)
-        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction.
+        reduce_us, updates = costs.reduce_times(one), update_times(one, costs)
+        # Of a micro-batch, where `us_per_sample` says of a sample: every one is followed by its reduction and update.
         slowest = max(
-            us_per_sample(stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index])
+            us_per_sample(
+                stage.forward_us + stage.backward_us, 1, reduce_us=reduce_us[index] + updates[index]
+            )
             for index, stage in enumerate(plan.stages)
         )
         return float(plan.num_micro_batches(0) * slowest)
@@ -324,6 +334,7 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
         plan,
         cluster=costs.cluster,
         reduce_us=costs.reductions(plan),
+        step_us=update_times(plan, costs),
     )
 
 
@@ -336,9 +347,6 @@ def evaluate_us(plan: PipelinePlan, costs: CostModel) -> float:
 #     and messages                     112        messages 12
 #     and reductions                   130        reductions 18, whatever more of them is hidden
 #     and the optimizer's step         141        optimizer 11: the step
-#
-# An optimizer reads and writes its state, reads gradients and writes parameters: 2 (O + G) bytes of device memory, of
-# O and G what ZeRO leaves a rank to step.
 
 
 def finished_plan(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
@@ -377,18 +385,20 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         (sum(stage_us[index] for index in own), own)
         for own in map(plan.stages_of_rank, range(plan.num_ranks))
     )
-    sums_us = sum(_sum_us(plan.stages[index], costs) * plan.num_micro_batches(index) for index in own)
+    parts = {event.stage for event in timeline.events if event.kind is EventKind.INPUT_GRADIENT}
+    sums = [np.array(_sum_us(plan.stages[i], costs, i in parts)) * plan.num_micro_batches(i) for i in own]
+    sums_us, exposed_us = map(float, np.sum(sums, axis=0))
     return StepCost(
         plan=cost_key(plan),
         prices=prices,
         step_us=ends[-1],
-        compute_us=busy_us - sums_us,
+        compute_us=busy_us - exposed_us,
         bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
         message_us=message_us,
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
-            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=exposed_us),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -450,12 +460,8 @@ def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
 
 def _prices(plan: PipelinePlan, costs: CostModel) -> StepPrices:
     cluster = dataclasses.replace(costs.cluster, devices=costs.cluster.devices[: plan.num_ranks])
-    updates = []
-    for stage, part in zip(plan.stages, plan.memory, strict=True):
-        stepped = stage.gradient_bytes / (stage.degree if costs.zero_stage >= 1 else 1)
-        speed = min(cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks)
-        updates.append(2 * (part.optimizer + stepped) / speed * 1e6)
-    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=tuple(updates))
+    updates = tuple(update_times(plan, costs).values())
+    return StepPrices(cluster=cluster, reductions=costs.reductions(plan), update_us=updates)
 
 
 def _step_us(plan: PipelinePlan, prices: StepPrices) -> float:
@@ -481,7 +487,13 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
     return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
 
 
-def _sum_us(stage: Stage, costs: CostModel) -> float:
-    """Return the microseconds of tensor sums in a forward and a backward of a stage."""
-    own, local = costs.on(stage), stage.local_batch_size
-    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())
+def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, float]:
+    """Return the microseconds of tensor sums in a forward and a backward of a stage, and what the tasks wait for.
+
+    Args:
+        is_split: its backwards run in two parts, and sum in the first one.
+    """
+    own, local, rows = costs.on(stage), stage.local_batch_size, costs.indices(stage.blocks)
+    total = float(np.add(*own.tensor_sums(local))[rows].sum())
+    hidden = [own.hidden_sums(local, kind)[rows].sum() for kind in own.kinds_of(stage.ranks) or (None,)]
+    return total, total if is_split else total - float(min(hidden))

@@ -26,7 +26,7 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage, on_own_ranks, rank_bytes
 from gpp_plugin.plan.costs.cost_model import CostModel, remembered
-from gpp_plugin.plan.costs.estimate import estimate_plan_us
+from gpp_plugin.plan.costs.estimate import estimate_plan_us, update_times
 from gpp_plugin.plan.make import (
     StageDraft,
     build_plan,
@@ -221,13 +221,16 @@ class PlanEvaluator:
     def least_us(self, plan: PipelinePlan) -> float:
         """Return a time that no step of the plan is shorter than, messages taken to be free."""
         heads, tails = _heads_and_tails(plan)
+        stages = self.costs.reductions(plan).stages
         behind = [
             own.least_behind_us(stage.backward_us, plan.num_micro_batches(i))
-            for i, (stage, own) in enumerate(
-                zip(plan.stages, self.costs.reductions(plan).stages, strict=True)
-            )
+            for i, (stage, own) in enumerate(zip(plan.stages, stages, strict=True))
         ]
-        least = 0.0
+        # when all ranks are through, each updates its stages and gathers their parameters
+        steps = [
+            us + own.step_us for us, own in zip(update_times(plan, self.costs).values(), stages, strict=True)
+        ]
+        least = step = 0.0
         for own in holders_of(plan):
             load = sum(
                 (plan.stages[i].forward_us + plan.stages[i].backward_us) * plan.num_micro_batches(i)
@@ -235,7 +238,8 @@ class PlanEvaluator:
             )
             after = max(min(tails[i] for i in own), min(behind[i] for i in own))
             least = max(least, min(heads[i] for i in own) + load + after)
-        return least
+            step = max(step, sum(steps[i] for i in own))
+        return least + step
 
     def evaluated(
         self, drafts: Drafts, *, below_us: float = math.inf, is_exact: bool = False
@@ -343,6 +347,7 @@ class PlanEvaluator:
                 cluster=cluster,
                 schedules=built,
                 reduce_us=self.costs.reductions(plan),
+                step_us=update_times(plan, self.costs),
             )
         except (ScheduleError, PlanError) as error:
             logger.debug("stages on shared ranks: %s", error)

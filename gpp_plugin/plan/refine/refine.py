@@ -188,10 +188,11 @@ class Refiner:
         if options is None:
             return None
         times = []
-        for o in options:
+        for mask, o in zip(masks, options, strict=True):
             computing = (o.forward_us + o.backward_us) / o.micro_batch_size
             reducing = (o.us_per_sample - computing) * self.request.mini_batch
-            times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing))
+            update = self._update_us(mask, o.degree, o.tensor)
+            times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing, update))
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
 
     def _score(self, drafts: Sequence[StageDraft]) -> Score:
@@ -221,29 +222,36 @@ class Refiner:
             plan=plan,
         )
 
-    def _least_us(self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float]]) -> float:
+    def _update_us(self, mask: Mask, degree: int, tensor: int) -> float:
+        return self.costs.at_tensor(tensor).update_us(self.sets.rows(mask), degree)
+
+    def _least_us(
+        self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float, float]]
+    ) -> float:
         """Return a time no step of these stages is shorter than, messages taken to be free.
 
         A stage begins after a forward of every stage on a path to it, and its gradients then pass
         through a backward of each.
 
         Args:
-            times: by stage, forward and backward of a micro-batch, its size, and the gradients' reduction.
+            times: by stage, forward and backward of a micro-batch, its size, the gradients' reduction, and the update.
         """
         heights = self.sets.heights(masks)
         forwards, both = [0.0] * len(masks), [0.0] * len(masks)
-        least = 0.0
+        worked = reduced = step = 0.0
         for a in sorted(range(len(masks)), key=lambda i: -heights[i]):
-            forward, backward, size, reducing = times[a]
+            forward, backward, size, reducing, update = times[a]
             work = (forward + backward) * (self.request.mini_batch // size)
             # Gradients are reduced while those of the stages before it still pass through them.
-            least = max(least, both[a] + work, forwards[a] + work + reducing)
+            worked, reduced = max(worked, both[a] + work), max(reduced, forwards[a] + work + reducing)
+            step = max(step, update)
             readers, returning = self.sets.outputs(masks[a])
             for b, mask in enumerate(masks) if readers else ():
                 if mask & readers:
                     forwards[b] = max(forwards[b], forwards[a] + forward)
                     both[b] = max(both[b], both[a] + forward + (backward if mask & returning else 0.0))
-        return least
+        # Optimizers step when all stages are through. What is gathered behind that is among the reductions.
+        return max(worked + step, reduced if self.costs.zero_stage else reduced + step)
 
     # ---- search -----------------------------------------------------------------------------------
 
@@ -448,7 +456,8 @@ class Refiner:
         for mask, draft in zip(masks, drafts, strict=True):
             local = draft.micro_batch_size / draft.degree
             own = self.costs.at_tensor(draft.tensor).stage_times(self.sets.rows(mask), local)
-            times.append((*own, draft.micro_batch_size, 0.0))
+            update = self._update_us(mask, draft.degree, draft.tensor)
+            times.append((*own, draft.micro_batch_size, 0.0, update))
         return self._least_us(masks, times)
 
     def _changed_drafts(self, at: Candidate) -> Iterator[Sequence[StageDraft | None]]:

@@ -140,7 +140,7 @@ class Job:
 
     def evaluate(self, batch: Any, *outputs: str, needs_loss: bool = True) -> tuple[float, dict[str, Any]]:
         self.asked = outputs
-        return self.evaluator.evaluate(batch, outputs=outputs, needs_loss=needs_loss)
+        return self.evaluator.evaluate([batch], outputs=outputs, needs_loss=needs_loss)[0]
 
 
 def rows_of(count: int) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from transformers import default_data_collator
 
 from gpp_plugin import GraphPipelineTrainer
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface import model_inputs
 from gpp_plugin.integrations.trainer import trainer_config
 from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_to_longest, why_no_units
 from tests.integrations import trainer_jobs as jobs
@@ -175,10 +176,10 @@ def test_every_tensor_but_the_loss_is_gathered(name: str, outputs: tuple[str, ..
     rows = jobs.data_of(name, 2)
     model = jobs.model_of(name, dropout=0.2)
     modes, drawn = [part.training for part in model.modules()], torch.get_rng_state()
-    assert trainer_config.tensor_outputs(model, jobs.stack(list(rows.rows))) == outputs
+    assert model_inputs.tensor_outputs(model, jobs.stack(list(rows.rows))) == outputs
     assert [part.training for part in model.modules()] == modes and torch.equal(drawn, torch.get_rng_state())
     with pytest.raises(ConfigError, match="cannot be called with a batch of .*prediction_outputs"):
-        trainer_config.tensor_outputs(model, {"pixels": torch.ones(2)})
+        model_inputs.tensor_outputs(model, {"pixels": torch.ones(2)})
 
 
 class Spans(torch.nn.Module):
@@ -191,7 +192,7 @@ class Spans(torch.nn.Module):
 
 
 def test_outputs_are_found_where_python_reads_values() -> None:
-    assert trainer_config.tensor_outputs(Spans(), {"x": torch.ones(2, 3)}) == ("start_logits", "end_logits")
+    assert model_inputs.tensor_outputs(Spans(), {"x": torch.ones(2, 3)}) == ("start_logits", "end_logits")
 
 
 def test_trainer_itself_is_told_what_to_use() -> None:
@@ -210,7 +211,7 @@ def test_a_model_is_told_of_its_labelled_tokens_only_where_its_loss_is_divided_b
     name: str, divides: bool
 ) -> None:
     batch = jobs.stack(list(jobs.data_of(name, 2).rows))
-    assert trainer_config.divides_by_items(jobs.model_of(name), batch) == divides
+    assert model_inputs.divides_by_items(jobs.model_of(name), batch) == divides
 
 
 def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -304,7 +305,7 @@ def test_huggingface_builds_whole_models_for_a_block_and_parts_without_one() -> 
 
 def test_noise_is_drawn_on_embeddings_in_training_alone() -> None:
     table, ids = torch.nn.Embedding(5, 4), torch.arange(5)[None]
-    trainer_config.add_noise(table, 10.0)
+    model_inputs.add_noise(table, 10.0)
     noise = (table(ids) - table.weight).abs()
     assert 0 < float(noise.max()) <= 10 / 20**0.5 and torch.equal(table.eval()(ids)[0], table.weight)
 

@@ -430,12 +430,60 @@ def test_everything_is_refused_before_trainers_own_constructor(
         GraphPipelineTrainer(object(), jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1), **given)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "create_optimizer_and_scheduler"])
-def test_what_would_not_be_called_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    name = "create_optimizer_and_scheduler"
     own = type("Own", (GraphPipelineTrainer,), {name: lambda self, *given, **more: None})
     args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1)
     with pytest.raises(ConfigError, match=f"Own.{name} would not be called"):
         own(jobs.model_of("gpt2"), args)
+
+
+def returns_own(
+    self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **more: Any
+) -> Any:
+    """As TRL's trainers do: set an argument, leave one out, and look at the outputs."""
+    inputs.pop("weights", None)
+    outputs = model(**{**inputs, "use_cache": False})
+    self.seen = float(outputs.logits.mean())
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def scales(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return 2 * model(**inputs).loss
+
+
+def calls_twice(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return [model(**inputs).loss for _ in range(2)][-1]
+
+
+def shifts(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return model(**{**inputs, "labels": inputs["labels"].clone()}).loss
+
+
+@pytest.mark.parametrize("compute_loss", [returns_own, scales, calls_twice, shifts])
+def test_a_compute_loss_that_returns_the_models_own_is_taken_and_no_other(
+    compute_loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = type("Own", (GraphPipelineTrainer,), {"compute_loss": compute_loss})
+    rows = [{**row, "weights": torch.ones(())} for row in jobs.data_of("gpt2", 8).rows]
+    given: dict[str, Any] = {"data_collator": jobs.stack, "train_dataset": rows}
+    args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1, remove_unused_columns=False)
+    with pytest.raises(ConfigError, match="Own.compute_loss is tried on train_dataset"):
+        own(jobs.model_of("gpt2"), args)
+    drawn = torch.get_rng_state()
+    if compute_loss is not returns_own:
+        rows = [{key: value for key, value in row.items() if key != "weights"} for row in rows]
+        with pytest.raises(
+            ConfigError, match="Own.compute_loss would not be called.*return outputs.loss as it is"
+        ):
+            own(jobs.model_of("gpt2"), args, data_collator=jobs.stack, train_dataset=rows)
+        return
+    with caplog.at_level("WARNING"):
+        found = own(jobs.model_of("gpt2"), args, **given)
+    assert "Own.compute_loss returns the model's own loss" in caplog.text and len(drawn)
+    batch = jobs.stack(rows[:2])
+    wanted = {**{key: batch[key] for key in ("input_ids", "attention_mask", "labels")}, "use_cache": False}
+    assert found._arguments_of(batch).keys() == wanted.keys() and not found.model._forward_hooks
 
 
 class Numbers(IterableDataset[int]):

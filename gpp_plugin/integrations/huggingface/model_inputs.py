@@ -291,23 +291,32 @@ def _shifts_labels(model: nn.Module) -> bool:
 # What a model returns, and what Trainer would make of it outside of its forward.
 
 
-def _called(model: nn.Module, batch: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+def _called(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    read: Callable[[Any], T],
+    call: Callable[[dict[str, Any]], Any] | None = None,
+) -> T:
     """Call a model in evaluation on fake tensors, or as it is where Python reads values; return what is read of it.
+
+    Args:
+        call: calls it with a batch; None: by keywords.
 
     Raises:
         ConfigError: it cannot be called with the batch.
     """
     modes = [(part, part.training) for part in model.modules()]
     model.eval()
+    run = call or (lambda inputs: model(**inputs))
     try:
         with restored_host_streams():
             try:
                 with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                    return read(
-                        model(**{k: fake.from_tensor(v) if _is_real(v) else v for k, v in batch.items()})
-                    )
+                    return read(run({k: fake.from_tensor(v) if _is_real(v) else v for k, v in batch.items()}))
             except Exception:  # whatever fake tensors cannot do
-                return read(model(**batch))
+                return read(run(dict(batch)))
+    except ConfigError:
+        raise
     except Exception as error:
         raise ConfigError(
             f"{type(model).__name__} cannot be called with a batch of {sorted(batch)} ({describe_error(error)}); "
@@ -356,6 +365,53 @@ def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
 
     with torch.enable_grad():
         return _called(model, {**batch, NUM_ITEMS: count}, read)
+
+
+def arguments_of_own_loss(
+    model: nn.Module, batch: Mapping[str, Any], compute: Callable[[dict[str, Any]], Any], *, name: str
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what makes of a batch the model's arguments, where a function returns the very loss that the model does.
+
+    Args:
+        compute: calls the model with a batch, and returns the loss.
+        name: of the function, for errors.
+
+    Raises:
+        ConfigError: it returns another loss, or calls the model with tensors of its own, not once, or by position.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    note = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    given: dict[str, Any] = {}
+
+    def call(inputs: dict[str, Any]) -> Any:
+        calls.clear()
+        given.clear()
+        given.update(inputs)
+        return compute(inputs)
+
+    def read(loss: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        positional, inputs, outputs = calls[0] if len(calls) == 1 else ((None,), {}, None)
+        own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        inputs = {key: value for key, value in inputs.items() if key != NUM_ITEMS}
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        if (
+            positional
+            or own is None
+            or loss is not own
+            or any(v is not given.get(k) for k, v in tensors.items())
+        ):
+            raise ConfigError(
+                f"{name} would not be called: a pipeline's stages compute the loss, which is not the very loss that "
+                "the model returns for the batch; return outputs.loss as it is, or give the loss by compute_loss_func"
+            )
+        constants = {key: value for key, value in inputs.items() if key not in tensors}
+        return lambda other: {**{key: other[key] for key in tensors if key in other}, **constants}
+
+    try:
+        with torch.enable_grad():
+            return _called(model, batch, read, call)
+    finally:
+        note.remove()
 
 
 def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:

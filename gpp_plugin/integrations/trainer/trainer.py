@@ -39,12 +39,15 @@ from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.model_inputs import (
     add_noise,
+    arguments_of_own_loss,
     divides_by_items,
     multiply_loss,
     return_loss_of,
     tensor_outputs,
 )
 from gpp_plugin.integrations.trainer.trainer_config import (
+    EngineSchedule,
+    EngineSteps,
     Evaluated,
     EvaluatedBatches,
     StreamLoader,
@@ -74,8 +77,6 @@ from gpp_plugin.runtime.random_streams import (
 
 logger = logging.getLogger(__name__)
 
-_UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
-"""What a subclass of Trainer may override, and this one does not call."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -131,6 +132,9 @@ class GraphPipelineTrainer(Trainer):
         check_arguments(args)
         self._check_calls(model, own, *positional, **passed)
         super().__init__(model, own, *positional, **passed)
+        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+        if type(self).compute_loss is not Trainer.compute_loss:
+            self._arguments_of = self._try_own_loss()
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
@@ -141,13 +145,11 @@ class GraphPipelineTrainer(Trainer):
         Raises:
             ConfigError: names it, and what to do instead.
         """
-        for name in _UNCALLED:
-            if getattr(type(self), name) is not getattr(Trainer, name):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name} would not be called: a pipeline's stages compute the loss and own "
-                    "optimizer and schedule; return the loss from the model's forward or by compute_loss_func, and "
-                    "give others by create_optimizer and create_scheduler"
-                )
+        if type(self).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+            raise ConfigError(
+                f"{type(self).__name__}.create_optimizer_and_scheduler would not be called: stages own optimizer and "
+                "schedule; give others by create_optimizer and create_scheduler"
+            )
         config = engine_config(
             self._user_config,
             own,
@@ -175,6 +177,23 @@ class GraphPipelineTrainer(Trainer):
                     "lr_scheduler_type, or subclass create_scheduler"
                 )
         check_length(given.arguments.get("train_dataset"), own)
+
+    def _try_own_loss(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Call a subclass's `compute_loss` once; return what makes of a batch the arguments it calls the model with.
+
+        Raises:
+            ConfigError: it returns another loss than the model, or there is no dataset.
+        """
+        name = f"{type(self).__name__}.compute_loss"
+        if self.train_dataset is None:
+            raise ConfigError(f"{name} is tried on train_dataset, which is missing; pass one")
+        logger.warning(
+            "%s returns the model's own loss, which stages compute: what else it does is not done in training",
+            name,
+        )
+        sample = self._sample(self.get_train_dataloader())
+        compute = functools.partial(self.compute_loss, self.model)
+        return arguments_of_own_loss(self.model, sample, compute, name=name)
 
     @property
     def engine(self) -> Any:
@@ -253,6 +272,11 @@ class GraphPipelineTrainer(Trainer):
 
     # ---- the engine ---------------------------------------------------------------------------------------
 
+    def _sample(self, loader: Any) -> Mapping[str, Any]:
+        with restored_host_streams():
+            count = self.args.per_device_train_batch_size
+            return sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+
     def _make_engine(self, loader: Any, max_steps: int) -> Any:
         """Return the engine, made at the first call; collective.
 
@@ -262,9 +286,7 @@ class GraphPipelineTrainer(Trainer):
         """
         if self._engine is not None:
             return self._engine
-        count = self.args.per_device_train_batch_size
-        with restored_host_streams():
-            sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+        sample = self._arguments_of(self._sample(loader))
         if self._prediction_outputs is None and not self.args.prediction_loss_only:
             self._prediction_outputs = tensor_outputs(self.model, sample)
         counts_tokens = self._settle_loss(sample, is_training=max_steps > 0)
@@ -375,7 +397,7 @@ class GraphPipelineTrainer(Trainer):
             )
         engine, self._has_trained = self._make_engine(train_dataloader, max_steps), True
         self.deepspeed = self.model_wrapped = engine
-        self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
+        self.optimizer, self.lr_scheduler = EngineSteps(engine), EngineSchedule(engine)
         # accelerate reads of it whether a step was skipped
         self.accelerator._optimizers.append(self.optimizer)
         self._whole_steps = getattr(train_dataloader, "batch_sampler", None)
@@ -409,7 +431,7 @@ class GraphPipelineTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep a batch; train on all of the mini-batch when its last one is there, and return their loss."""
-        self._buffered.append(inputs)
+        self._buffered.append(self._arguments_of(inputs))
         zero = torch.zeros((), device=self.args.device)
         if len(self._buffered) < self.current_gradient_accumulation_steps:
             return zero
@@ -487,12 +509,11 @@ class GraphPipelineTrainer(Trainer):
         """Return loss and outputs of each batch, which are of one shape, or loss units; on every rank."""
         if not names and not has_loss:
             return [(None, ()) for _ in batches]
+        batches = [self._arguments_of(each) for each in batches]
         if not hasattr(self._engine, "eval_batches"):  # DeepSpeed's own, which has losses alone
-            return [(self._engine.eval_batch(iter([dict(each)])), ()) for each in batches]
+            return [(self._engine.eval_batch(iter([each])), ()) for each in batches]
         found: list[Evaluated] = []
-        for answer in self._engine.eval_batches(
-            [dict(each) for each in batches], outputs=names, compute_loss=has_loss
-        ):
+        for answer in self._engine.eval_batches(batches, outputs=names, compute_loss=has_loss):
             loss, outputs = (answer if names else (answer, {})) if has_loss else (None, answer)
             values = outputs.values() if len(names) != 1 else [outputs]
             # of units, one here, the outputs are a list
@@ -638,48 +659,6 @@ class _Stand:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._engine.module.parameters())
-
-
-class _Steps:
-    """Trainer's optimizer: the engine's, whose step is in `train_batch`."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._skipped = engine.skipped_steps
-        self.step_was_skipped = False
-
-    def step(self) -> None:
-        """Note whether the step that the engine made was skipped for overflow."""
-        skipped = self._engine.skipped_steps
-        self.step_was_skipped, self._skipped = skipped > self._skipped, skipped
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return list(self._engine.optimizer.param_groups)
-
-
-class _Schedule:
-    """Trainer's schedule: the engine's, which has made one step more once `train_batch` has returned."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._rates: list[float] = []
-        self.step()
-
-    def step(self) -> None:
-        """Take over the rates of the next step; `train_batch` has advanced the schedule."""
-        try:
-            self._rates = list(self._engine.lr_scheduler.get_last_lr())
-        except (
-            # DeepSpeed's have none before their first step; or there is none
-            AssertionError,
-            AttributeError,
-        ):
-            self._rates = self._engine.get_lr()
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rate of each parameter group, in the last step until `step` is called."""
-        return self._rates
 
 
 def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:

@@ -613,3 +613,49 @@ def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_auto(item) for key, item in value.items() if item != AUTO}
     return value
+
+
+# What Trainer's loop calls in place of an optimizer and a schedule.
+
+
+class EngineSteps:
+    """Trainer's optimizer: the engine's, whose step is in `train_batch`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._skipped = engine.skipped_steps
+        self.step_was_skipped = False
+
+    def step(self) -> None:
+        """Note whether the step that the engine made was skipped for overflow."""
+        skipped = self._engine.skipped_steps
+        self.step_was_skipped, self._skipped = skipped > self._skipped, skipped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return those of this rank's stages."""
+        return list(self._engine.optimizer.param_groups)
+
+
+class EngineSchedule:
+    """Trainer's schedule: the engine's, which has made one step more once `train_batch` has returned."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._rates: list[float] = []
+        self.step()
+
+    def step(self) -> None:
+        """Take over the rates of the next step; `train_batch` has advanced the schedule."""
+        try:
+            self._rates = list(self._engine.lr_scheduler.get_last_lr())
+        except (
+            # DeepSpeed's have none before their first step; or there is none
+            AssertionError,
+            AttributeError,
+        ):
+            self._rates = self._engine.get_lr()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rate of each parameter group, in the last step until `step` is called."""
+        return self._rates

@@ -513,6 +513,7 @@ class GraphPipelineTrainer(Trainer):
         if not hasattr(self._engine, "eval_batches"):  # DeepSpeed's own, which has losses alone
             return [(self._engine.eval_batch(iter([each])), ()) for each in batches]
         found: list[Evaluated] = []
+        answer: Any
         for answer in self._engine.eval_batches(batches, outputs=names, compute_loss=has_loss):
             loss, outputs = (answer if names else (answer, {})) if has_loss else (None, answer)
             values = outputs.values() if len(names) != 1 else [outputs]

@@ -514,6 +514,7 @@ class GraphPipelineTrainer(Trainer):
             return [(self._engine.eval_batch(iter([each])), ()) for each in batches]
         found: list[Evaluated] = []
         answer: Any
+        outputs: Any
         for answer in self._engine.eval_batches(batches, outputs=names, compute_loss=has_loss):
             loss, outputs = (answer if names else (answer, {})) if has_loss else (None, answer)
             values = outputs.values() if len(names) != 1 else [outputs]

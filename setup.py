@@ -92,7 +92,7 @@ setup(
             "engine/*.json",
             "models/*.json",
             "report/page/*",
-            "integrations/*/*.toml",
+            "config/*.toml",
         ],
         "gpp_benchmarks": ["py.typed", "zoo/models.json"],
         "gpp_plugin.patches": ["README.md", "*/*.patch"],

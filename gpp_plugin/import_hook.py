@@ -1,6 +1,7 @@
 """Puts `gpp_plugin` in front of `deepspeed.initialize`, whichever of the two is imported first.
 
-Only a thin wrapper is set here, around what answers calls; it imports nothing of this package. torch and DeepSpeed are
+Only a thin wrapper is set here, around what answers calls; it imports nothing of this package. Another one is set on
+accelerate's reading of a configuration, by which HuggingFace builds models and arguments. torch and DeepSpeed are
 imported by the call, so that importing a pure layer of gpp_plugin stays cheap. Import paths of earlier releases that
 the documents named still load, with a warning.
 """
@@ -19,6 +20,8 @@ from typing import Any
 
 Dispatch = Callable[[Callable[..., Any], Sequence[Any], Mapping[str, Any]], Any]
 """Answers a call of `deepspeed.initialize`: given DeepSpeed's own function, positional and keyword arguments."""
+
+Wrap = Callable[[ModuleType], None]
 
 _MARK = "_gpp_plugin_original"
 
@@ -51,11 +54,15 @@ MOVED = {
 
 def register(dispatch: Dispatch) -> None:
     """Let ``dispatch`` answer `deepspeed.initialize` from now on, or as soon as DeepSpeed is imported."""
-    module = sys.modules.get("deepspeed")
-    if module is not None and hasattr(module, "initialize"):
-        wrap_initialize(module, dispatch)
-    elif not any(isinstance(finder, _DeepSpeedFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _DeepSpeedFinder(dispatch))
+    wraps: dict[str, Wrap] = {
+        "deepspeed": lambda module: wrap_initialize(module, dispatch),
+        "accelerate.utils.deepspeed": wrap_stage,
+    }
+    for (name, wrap), wrapped in zip(wraps.items(), ("initialize", "HfDeepSpeedConfig"), strict=True):
+        if hasattr(sys.modules.get(name), wrapped):
+            wrap(sys.modules[name])
+    if not any(isinstance(finder, _WrappingFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WrappingFinder(wraps))
     if _MovedFinder not in sys.meta_path:
         sys.meta_path.append(_MovedFinder)
 
@@ -74,27 +81,51 @@ def wrap_initialize(module: ModuleType, dispatch: Dispatch) -> None:
     module.initialize = initialize  # type: ignore[attr-defined]
 
 
+def wrap_stage(module: ModuleType) -> None:
+    """Let HuggingFace take a configuration with an enabled block for one without ZeRO; nothing the second time.
+
+    The engine divides a stage's weights itself. So `from_pretrained` builds whole models, and `TrainingArguments` need
+    no ``zero_optimization``.
+    """
+    kind: Any = module.HfDeepSpeedConfig
+    original = kind.set_stage_and_offload
+    if hasattr(original, _MARK):
+        return
+
+    @functools.wraps(original)
+    def set_stage_and_offload(self: Any) -> None:
+        block = self.config.get("graph_pipeline", False)
+        if block is False or (isinstance(block, Mapping) and not block.get("enabled", True)):
+            original(self)
+            return
+        self.config.setdefault("zero_optimization", {"stage": 0})
+        self._stage, self._offload = 0, False
+
+    setattr(set_stage_and_offload, _MARK, original)
+    kind.set_stage_and_offload = set_stage_and_offload
+
+
 def original_initialize(module: ModuleType) -> Callable[..., Any]:
     """Return DeepSpeed's own function, whether or not the wrapper is set on it."""
     original: Callable[..., Any] = getattr(module.initialize, _MARK, module.initialize)
     return original
 
 
-class _DeepSpeedFinder:
-    """Finds DeepSpeed as Python would, and wraps its `initialize` once its module has run.
+class _WrappingFinder:
+    """Finds some modules as Python would, and wraps what they have once they have run.
 
     It stays in place when it is asked: others look for DeepSpeed without importing it (transformers does).
     It has no base of `importlib.abc`, which is slow to import and adds nothing here.
     """
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(self, wraps: Mapping[str, Wrap]) -> None:
+        self._wraps = wraps
         self._is_looking = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != "deepspeed" or self._is_looking:
+        if fullname not in self._wraps or self._is_looking:
             return None
         self._is_looking = True
         try:
@@ -103,14 +134,14 @@ class _DeepSpeedFinder:
             self._is_looking = False
         if spec is None or spec.loader is None:
             return None
-        spec.loader = _WrappingLoader(spec.loader, self._dispatch)  # type: ignore[assignment]  # it has what a loader needs
+        spec.loader = _WrappingLoader(spec.loader, self._wraps[fullname])  # type: ignore[assignment]  # it has what a loader needs
         return spec
 
 
 class _WrappingLoader:
-    def __init__(self, inner: Any, dispatch: Dispatch) -> None:
+    def __init__(self, inner: Any, wrap: Wrap) -> None:
         self._inner = inner
-        self._dispatch = dispatch
+        self._wrap = wrap
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
         module: ModuleType | None = self._inner.create_module(spec)
@@ -121,7 +152,7 @@ class _WrappingLoader:
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         self._inner.exec_module(module)
-        wrap_initialize(module, self._dispatch)
+        self._wrap(module)
 
 
 class _MovedFinder:

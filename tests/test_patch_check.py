@@ -106,6 +106,19 @@ def test_what_upstream_mended_in_its_own_way_is_in(root: Path) -> None:
     assert needs(root)[join] is Need.OTHER_VERSION, "the fault is there, in other lines"
 
 
+@needs_pinned
+def test_commands_name_files_that_are_there_from_any_folder(
+    root: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path_factory.mktemp("elsewhere")
+    (folder / "own").symlink_to(PATCH_DIR, target_is_directory=True)
+    monkeypatch.chdir(folder)
+    (command,) = apply_commands(check_patches(read_patches(Path("own")), dict.fromkeys(PACKAGES, root)))
+    monkeypatch.chdir("/")
+    named = [word for word in shlex.split(command) if word.endswith(".patch")]
+    assert len(named) == len(PATCHES) and all(Path(word).is_file() for word in named)
+
+
 def test_packages_without_the_files_or_not_there_at_all(tmp_path: Path) -> None:
     assert set(needs(tmp_path)) == {Need.OTHER_VERSION}
     assert {finding.need for finding in check_patches(PATCHES, {})} == {Need.NOT_INSTALLED}

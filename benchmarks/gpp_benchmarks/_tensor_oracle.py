@@ -75,6 +75,7 @@ def _with_sharding(rng: random.Random, request: PlanRequest) -> PlanRequest:
                     forward_sum_bytes=rng.choice([0, 400, 4000]),
                     backward_sums=1,
                     backward_sum_bytes=rng.choice([400, 4000]),
+                    beside_share=len(sharding) / 4,
                 )
             )
     graph = dataclasses.replace(request.graph, blocks=tuple(blocks), sharding=tuple(sharding))
@@ -181,7 +182,9 @@ def _on_grid(request: PlanRequest, stage: Stage, local: int) -> Stage:
             gradient = round(gradient - own.trainable_bytes * (t - 1) / t)
             keeps -= keeps * own.saved_share * (t - 1) / t
             there += _sums_us(own.forward_sums, own.forward_sum_bytes * local, row, request)
-            back += _sums_us(own.backward_sums, own.backward_sum_bytes * local, row, request)
+            # weight gradients of what reads the summed tensor are made while it travels
+            sums = _sums_us(own.backward_sums, own.backward_sum_bytes * local, row, request)
+            back = max(back, back * (1 - (1 - cost.input_share) * own.beside_share) + sums)
         forward, backward = forward + there, backward + back
         held, saved, gradients = held + parameter + gradient, saved + keeps, gradients + gradient
         largest = max(largest, cost.transient_bytes_per_sample * local)

@@ -154,6 +154,17 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
         summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
     shared = [_bytes(graph, name) for region in regions for name in region.shared]
     flops = sum(node.flops for node in own if node.name in operators)
+    # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
+    trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
+    weights = {name for p in trained for name in (p.name, *p.aliases)}
+    made = sum(node.flops for node in own if not weights.isdisjoint(node.inputs))
+    beside = sum(
+        nodes[result.name].flops
+        for region in regions
+        for result in region.results
+        if not (weights & cut).isdisjoint(nodes[result.name].inputs)
+        and not set(region.shared).isdisjoint(nodes[result.name].inputs)
+    )
     return BlockSharding(
         block=block.name,
         degrees=tuple(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0),
@@ -167,6 +178,7 @@ def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], si
         forward_sum_bytes=sum(summed),
         backward_sums=len(shared),
         backward_sum_bytes=sum(shared),
+        beside_share=min(beside / made, 1.0) if made else 0.0,
     )
 
 

@@ -15,13 +15,14 @@ from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import output_path, to_plain
+from gpp_plugin.ir.step_cost import TENSOR_SUMS
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.plan.cluster_files import cluster_names, read_cluster
 from gpp_plugin.plan.costs.estimate import prices_on
 from gpp_plugin.report.plan_text import NO_COST, cost_cluster, cost_object, format_cost
 from gpp_plugin.report.timeline_chart import summarize_timeline
 from gpp_plugin.report.units import fill_text, format_ms, format_table, printable
-from gpp_plugin.simulate.timeline_metrics import timeline_overlap
+from gpp_plugin.simulate.timeline_metrics import Overlap, timeline_overlap
 
 BENCHMARKS = "gpp_benchmarks"
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--overlap",
         action="store_true",
-        help="also say how much of messages, reductions, gathers and swap's copies is hidden behind computing",
+        help="also say what computing hides of messages, reductions, gathers, tensor sums and swap's copies",
     )
     add_width(parser)
     parser.add_argument(
@@ -125,9 +126,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 def _overlap(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[str, Any]:
     """Print what is hidden behind computing, and return it."""
     found = timeline_overlap(plan, timeline, cluster)
+    # sums of tensor ranks are inside of tasks: the ledger has them, of the rank that computes most
+    for each in () if plan.cost is None else plan.cost.collectives:
+        if each.kind == TENSOR_SUMS and each.total_us > 0:
+            own = Overlap(kind=each.kind, count=0, travel_us=each.total_us, hidden_us=each.hidden_us)
+            found = (*found, own)
     rows = []
     for each in found:
         times = [format_ms(us) for us in (each.travel_us, each.hidden_us)]
-        rows.append([each.kind, str(each.count), *times, f"{each.share:.1%}"])
+        rows.append([each.kind, str(each.count or "one rank"), *times, f"{each.share:.1%}"])
     print(format_table(["on its way", "number", "ms", "ms hidden", "share"], rows, left=1))
     return {"overlap": [{**to_plain(each), "share": each.share} for each in found]}

@@ -31,6 +31,7 @@ from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule, init
 from gpp_plugin.integrations.deepspeed.learning_rates import LearningRates, StageParameterGroups
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.materialize import resident_bytes
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS
 from gpp_plugin.runtime.ranks.collectives import Collectives
 
 _REFUSAL_S = 10.0
@@ -353,17 +354,19 @@ def _run_command(
             "memory_measure": memory.measure,
         }
     # A step takes as long as its slowest rank, in ms; the barrier above makes all of them start together.
-    before = torch.get_rng_state(), _device_state(trainer.device)
+    before = _random_states(trainer.device)
     start = time.perf_counter()
     loss = trainer.train(batch)
     taken = time.perf_counter() - start
-    draws = not all(map(torch.equal, before, (torch.get_rng_state(), _device_state(trainer.device))))
+    draws = not all(map(torch.equal, before, _random_states(trainer.device)))
     seconds, drew = zip(*collectives.gather((taken, draws), "a result"), strict=True)
     return {"loss": loss, "ms": max(seconds) * 1e3, "draws": any(drew)}
 
 
-def _device_state(device: torch.device) -> Tensor:
-    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+def _random_states(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return torch's generators of the program, of an engine's model, and of the device."""
+    own = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.empty(0)
+    return torch.get_rng_state(), MODEL_STREAMS.now()[0], own
 
 
 if __name__ == "__main__":

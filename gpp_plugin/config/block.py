@@ -30,14 +30,6 @@ REMOVED_KEYS = {
     "repeat_steps": "steps are no longer run twice; remove the key. Rank 0 logs losses far above the usual range",
 }
 """Keys of earlier releases that are refused, each with what to do instead."""
-DEEPSPEED_KEYS = frozenset({
-    "activation_checkpointing", "bf16", "data_types", "dataloader_drop_last", "fp16", "gradient_accumulation_steps",
-    "gradient_clipping", "optimizer", "pipeline", "prescale_gradients", "scheduler", "sparse_gradients",
-    "steps_per_print", "torch_autocast", "train_batch_size", "train_micro_batch_size_per_gpu", "wall_clock_breakdown",
-    "zero_allow_untested_optimizer", "zero_optimization",
-})  # fmt: skip
-"""Keys of DeepSpeed's that stand beside the block, and are sometimes written into it."""
-
 Auto = Literal["auto"]
 Count = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 MEMORY_WAYS = ("recompute", "swap")

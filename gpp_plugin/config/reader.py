@@ -23,7 +23,6 @@ from pydantic import ValidationError
 
 from gpp_plugin.config.block import (
     BLOCK,
-    DEEPSPEED_KEYS,
     MEMORY_WAYS,
     PLAN_DEFAULTS,
     REMOVED_KEYS,
@@ -32,6 +31,7 @@ from gpp_plugin.config.block import (
     LengthsConfig,
     PlanOptions,
 )
+from gpp_plugin.config.deepspeed_keys import home_of
 from gpp_plugin.config.key_names import SchemaKey, all_keys, name_of, place_of, setting_of
 from gpp_plugin.errors import ConfigError, ReadError
 from gpp_plugin.ir import serialize
@@ -370,8 +370,9 @@ def _unknown_key(name: str, value: Any, parent: str = "", names: Sequence[str] =
     keys = all_keys()
     if not parent and name in REMOVED_KEYS:
         return f"{REMOVED_KEYS[name]} (value {show(value)})"
-    if not parent and not names and name in DEEPSPEED_KEYS:
-        return f"unknown key (value {show(value)}); it is DeepSpeed's: move it beside {BLOCK}"
+    is_json = not parent and not names
+    if is_json and (home := home_of(name, alone=False)):
+        return _of_deepspeed(home, value)
     model = keys[parent].model if parent else GraphPipelineConfig
     assert model is not None
     siblings = names or list(model.model_fields)
@@ -383,9 +384,18 @@ def _unknown_key(name: str, value: Any, parent: str = "", names: Sequence[str] =
     inner = difflib.get_close_matches(name.rpartition(".")[2], elsewhere, n=1, cutoff=0.8)
     if inner and not parent:
         return f"unknown key (value {show(value)}); write {setting_of(elsewhere[inner[0]], value, is_whole=True)}"
-    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
+    near = difflib.get_close_matches(name, siblings, n=1, cutoff=0.84)
+    if not near and is_json and (home := home_of(name, joined=False)):
+        return _of_deepspeed(home, value)
+    near = near or difflib.get_close_matches(name, siblings, n=1, cutoff=0.6)
     hint = f"did you mean {near[0]!r}?" if near else f"the keys are {', '.join(model.model_fields)}"
     return f"unknown key (value {show(value)}); {hint}"
+
+
+def _of_deepspeed(home: str, value: Any) -> str:
+    """Return what is wrong with a key of DeepSpeed's in the block."""
+    does = f"write {home}" if "." in home else "move it"
+    return f"unknown key (value {show(value)}); it is DeepSpeed's: {does} beside {BLOCK}"
 
 
 def _wrong_value(key: SchemaKey, inner: Sequence[str], value: Any, model: str) -> str:

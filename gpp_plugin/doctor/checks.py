@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.config.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.doctor.preflight import (
     Check,
     Status,
@@ -34,7 +35,6 @@ from gpp_plugin.doctor.preflight import (
     run_preflight,
 )
 from gpp_plugin.errors import ConfigError, GppError, RuntimeFailure
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict
 from gpp_plugin.launch import emit_event, end_rank, run_ranks
 from gpp_plugin.report.units import format_bytes, format_table
 
@@ -112,7 +112,7 @@ def read_patches(folder: Path) -> tuple[Patch, ...]:
     Raises:
         ConfigError: there are none, or a file is no patch.
     """
-    paths = sorted(folder.glob("*/*.patch"))
+    paths = sorted(folder.resolve().glob("*/*.patch"))  # `git -C` runs in another folder
     if not paths:
         raise ConfigError(
             f"--patches: no patches in {folder}; give the directory with the folders PACKAGE-VERSION"
@@ -215,7 +215,7 @@ def package_root(package: str) -> Path | None:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         return None
-    return Path(next(iter(spec.submodule_search_locations))).parent
+    return Path(next(iter(spec.submodule_search_locations))).resolve().parent
 
 
 def installed_version(name: str) -> str | None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from importlib import resources
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -55,8 +55,16 @@ def why_lacking(name: str) -> str | None:
 logger = logging.getLogger(__name__)
 
 
-class PipelineSurface:
+def _lack(engine: Any) -> NoReturn:
+    """Leave a name to `PipelineSurface.__getattr__`, which says why it is not there."""
+    raise AttributeError
+
+
+class PipelineSurface(nn.Module):
     """The queries of DeepSpeed's pipeline engine, answered from the rank's stages, the configuration and the files.
+
+    A module, as DeepSpeed's engine is, whose one child is `module`; parameters, buffers and state have the names of
+    the whole model all the same. What would move, cast or extend it does not exist.
 
     Args:
         reference: the model that the stages' plan is on.
@@ -73,6 +81,7 @@ class PipelineSurface:
         files: PipelineFiles,
         ds_config: Mapping[str, Any],
     ) -> None:
+        super().__init__()
         self.plan: PipelinePlan = stages.plan
         self.rank_engine = stages
         self.module = joined_module([stage.module for stage in stages.stages])
@@ -85,14 +94,16 @@ class PipelineSurface:
         self.agg_train_loss: Tensor | None = None
         """What `train_batch` returned last; None before its first call."""
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         # only for what is not there at all; Python and torch request dunders to see what an object is
+        if name in self.__dict__.get("_modules", ()):
+            return self._modules[name]
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         reason = why_lacking(name)
         if reason is None:
             present = [each for each in dir(type(self)) if not each.startswith("_")]
-            near = difflib.get_close_matches(name, present, n=1)
+            near = difflib.get_close_matches(name, present, n=1, cutoff=0.8)
             reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
         raise AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
 
@@ -118,21 +129,20 @@ class PipelineSurface:
         """Yield the buffers of this rank's stages with their names in the whole model."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
-    def state_dict(self) -> dict[str, Tensor]:
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Tensor] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Tensor]:
         """Return this rank's part of the model's state dict: `module_state_dict`; `gather_state_dict` has the whole."""
-        return self.module_state_dict()
+        state = {} if destination is None else destination
+        state.update({f"{prefix}{name}": value for name, value in self.module_state_dict().items()})
+        return state
 
-    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Tensor], strict: bool = True) -> None:  # type: ignore[override]
         """Take this rank's tensors from a state dict: `load_module_state_dict`."""
         self.load_module_state_dict(state_dict, strict=strict)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Do nothing: every `train_batch` begins without gradients and forgets its own behind its step."""
-
-    @property
-    def training(self) -> bool:
-        """Return True: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
-        return True
 
     @property
     def global_steps(self) -> int:
@@ -250,7 +260,7 @@ class PipelineSurface:
     @property
     def micro_steps(self) -> int:
         """Return the losses of all steps so far."""
-        return self.global_steps * self.gradient_accumulation_steps()
+        return self.global_samples // self.train_micro_batch_size_per_gpu()
 
     @property
     def param_names(self) -> dict[nn.Parameter, str]:
@@ -356,20 +366,12 @@ class PipelineSurface:
     def reset_activation_shape(self) -> None:
         """Do nothing: a new shape is noticed by itself."""
 
-    # What would change what a plan was made for, or run a part of a mini-batch, is refused with what to call instead.
+    # What would run a part of a mini-batch is refused with what to call instead.
 
-    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
-        """Refuse: the plan is made for one mini-batch."""
-        raise ConfigError(
-            f"set_train_batch_size({train_batch_size}): the plan is made for {self.plan.mini_batch} samples; set "
-            "train_batch_size in the JSON and start anew from a checkpoint"
-        )
-
-    def train(self, mode: bool = True) -> None:
-        """Do nothing: `train_batch` trains and `eval_batch` evaluates, whatever was called before."""
-
-    def eval(self) -> None:
-        """Do nothing: `eval_batch` evaluates."""
+    def train(self, mode: bool = True) -> Self:
+        """Note the mode in ``training``; `train_batch` trains and `eval_batch` evaluates in any."""
+        self.training = mode
+        return self
 
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: a graph of stages runs whole mini-batches."""
@@ -407,7 +409,9 @@ class PipelineSurface:
 
         Raises:
             ConfigError: ``exclude_frozen_parameters``: a checkpoint holds the whole model.
+            ValueError: ``save_dir`` is empty or no path, as in all calls that take a directory; nothing is written.
         """
+        check_directory("save_checkpoint", save_dir)
         _refuse_left_out("save_checkpoint", exclude_frozen_parameters)
         self._files.save(save_dir, tag, client_state, save_latest)
         return True
@@ -421,10 +425,11 @@ class PipelineSurface:
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Read a checkpoint of this model, whatever plan it was saved on; collective.
 
         Without a tag it is the one that `latest` names, or the newest whole one where that is broken.
+        Where nothing was ever saved it is ``(None, None)``, with a warning, as of DeepSpeed's.
 
         Args:
             load_module_only: only the weights: no optimizer, schedule, loss scale, counters or random states.
@@ -437,18 +442,22 @@ class PipelineSurface:
             ConfigError: the ranks' files are not of one checkpoint; or `load_module_strict` is False or
                 `custom_load_fn`, which DeepSpeed's engine takes.
         """
+        check_directory("load_checkpoint", load_dir)
         if not load_module_strict or custom_load_fn is not None:
             raise ConfigError(
                 "load_checkpoint takes every tensor of the model, each checked against the manifest: neither "
                 "load_module_strict=False nor custom_load_fn; use load_module_state_dict(state_dict, strict=False)"
             )
-        return self._files.load(
+        found = self._files.load(
             load_dir,
             tag,
             optimizer=load_optimizer_states,
             scheduler=load_lr_scheduler_states,
             weights_only=load_module_only,
         )
+        if found[0] is None and self.global_rank == 0:
+            logger.warning("load_checkpoint: no checkpoint is in %s; training starts anew", load_dir)
+        return found
 
     def resume(self, load_dir: str | Path) -> dict[str, Any] | None:
         """Continue from a directory's newest whole checkpoint; where it has none yet, do nothing; collective.
@@ -462,10 +471,12 @@ class PipelineSurface:
         Raises:
             CheckpointError: there are checkpoints, and none is whole, or they are of another model or optimizer.
         """
-        return self._files.resume(load_dir)
+        check_directory("resume", load_dir)
+        return self._files.load(load_dir, None, optimizer=True, scheduler=True, weights_only=False)[1]
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write sharded safetensors under HuggingFace names, one shard a stage; collective, no gather."""
+        check_directory("save_pretrained", save_directory)
         self._files.export(save_directory)
 
     def save_16bit_model(
@@ -475,6 +486,7 @@ class PipelineSurface:
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write the model for inference as `save_pretrained` does; the file names are HuggingFace's."""
+        check_directory("save_16bit_model", save_dir)
         _refuse_left_out("save_16bit_model", exclude_frozen_parameters)
         if save_filename not in ("model.safetensors", "pytorch_model.bin"):
             raise ConfigError(f"save_16bit_model writes model-*.safetensors, not {save_filename}")
@@ -578,6 +590,23 @@ class PipelineSurface:
     def dataloader_drop_last(self) -> bool:
         """Return whether the JSON requests a last, short batch to be left out."""
         return bool(self._ds_config.get("dataloader_drop_last", False))
+
+
+for _name in dir(nn.Module):
+    if not _name.startswith("_") and why_lacking(_name) is not None:
+        setattr(PipelineSurface, _name, property(_lack))
+
+
+def check_directory(call: str, directory: Any) -> None:
+    """Refuse what names no directory, before the other ranks are met.
+
+    Raises:
+        ValueError: it is empty, or no path.
+    """
+    if not isinstance(directory, str | os.PathLike) or not str(directory).strip():
+        raise ValueError(
+            f"{call}: the directory is {directory!r}; give a path ('.' is the working directory)"
+        )
 
 
 def _refuse_left_out(name: str, exclude_frozen_parameters: bool) -> None:

@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,28 +39,17 @@ from gpp_plugin.backends.stage_backends import (
     compile_stages,
     with_backends,
 )
-from gpp_plugin.capture.tracing.sample_batches import (
-    as_unit,
-    count_samples,
-    is_clearly_counted,
-    is_counted,
-    resize_batch,
-)
 from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine_files import PipelineFiles
-from gpp_plugin.engine.framework import StageReplica, WeightUpdater, WriteEvents
+from gpp_plugin.engine.framework import Monitor, StageReplica, WeightUpdater
 from gpp_plugin.engine.loading.batch_source import (
     LOADING_TIMEOUT_S,
-    BatchSource,
     check_axes,
-    check_count,
-    inputs_of,
     inputs_read,
-    ranks_that_read,
 )
 from gpp_plugin.engine.loading.row_loader import make_row_loader
-from gpp_plugin.engine.loading.training_data import TrainingData
+from gpp_plugin.engine.loading.training_data import TrainingData, make_batch_source, sample_unit
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.metrics import Metrics, NanLocator, SkippedSteps, first_found, keep_timeline
 from gpp_plugin.engine.mini_batch_runner import Evaluator, MiniBatchRunner, RunnerFactory
@@ -76,12 +66,18 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.model.generation.generator import NOTHING_GENERATED, Generator
 from gpp_plugin.model.model_source import ModelSource
-from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
 from gpp_plugin.plan.edge_transports import note_edge_transports
 from gpp_plugin.plugins import find_transport
 from gpp_plugin.report.progress import step
-from gpp_plugin.runtime.batches import Batch, num_elements, without_keys
-from gpp_plugin.runtime.rank_programs import plan_of_units, tied_stages
+from gpp_plugin.runtime.batches import Batch, without_keys
+from gpp_plugin.runtime.random_streams import (
+    MODEL_STREAMS,
+    are_same_on_host,
+    host_streams,
+    set_host_streams,
+)
+from gpp_plugin.runtime.rank_programs import tied_stages
+from gpp_plugin.runtime.ranks.agreement import agree
 from gpp_plugin.runtime.ranks.collectives import Collectives, collective_timeout_s, do_together
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import watched_calls
@@ -97,29 +93,13 @@ EXPORT_TIMEOUT_S = 600.0
 """How long ranks wait, at least, for one that writes its part of an export."""
 
 
-def _sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
-    """Return one unit of a sample batch, as the plan is made for it.
-
-    Raises:
-        ConfigError: its entries do not say how many samples it holds, and samples are counted.
-    """
-    unit, is_whole = setting.sizes.loss_unit, False
-    if config.units is None:  # what has no count of samples is refused when it is known why
-        check_count(batch, sizes=(unit, setting.sizes.mini_batch))
-    elif is_counted(batch):
-        # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
-        is_whole = count_samples(batch) != unit and not is_clearly_counted(batch)
-        batch = batch if is_whole else resize_batch(batch, unit)
-    (batch,) = source.complete_batches([batch])
-    return as_unit(batch, unit) if is_whole else batch
-
-
 @watched_calls(
     "train_batch",
     "eval_batch",
     "flush",
     "memory_report",
     "generate",
+    "set_train_batch_size",
     "cache_report",
     "save_checkpoint",
     "load_checkpoint",
@@ -136,7 +116,7 @@ class GraphPipelineEngine(PipelineSurface):
         framework: which one this is and its release, for errors.
         make_optimizer: returns what updates a stage's weights, once its replicas are equal; casts the module.
         check_shared_out: refuses captured stages on tensor ranks where weights cannot be stepped in parts.
-        make_monitor: returns what writes events where the configuration requests them; called on rank 0.
+        make_monitor: returns what writes events where the configuration requests them.
         ds_config: the whole DeepSpeed configuration as a dict.
         config: its checked ``graph_pipeline`` block.
         setting: ranks, device, precision and batch sizes.
@@ -154,7 +134,7 @@ class GraphPipelineEngine(PipelineSurface):
         framework: str,
         make_optimizer: Callable[[nn.Module, StageReplica], WeightUpdater],
         check_shared_out: Callable[[PipelinePlan], None],
-        make_monitor: Callable[[], WriteEvents | None],
+        make_monitor: Callable[[], Monitor],
         ds_config: Mapping[str, Any],
         config: GraphPipelineConfig,
         setting: Setting,
@@ -174,7 +154,7 @@ class GraphPipelineEngine(PipelineSurface):
         find_transport(config.p2p).check(str(setting.device))
         check_backends_installed(config.backends)
         check_sharding(setting.zero_stage, mode=config.mode, backends=config.backends)
-        user_batch, sample_batch = sample_batch, _sample_unit(sample_batch, source, config, setting)
+        user_batch, sample_batch = sample_batch, sample_unit(sample_batch, source, config, setting)
         # What follows is in the order of the ranks' meetings: each call is collective, and needs the one before.
         reference, plan = source.prepare_plan(sample_batch)
         check_sharding(plan.zero_stage, mode=config.mode, backends=config.backends)
@@ -190,14 +170,15 @@ class GraphPipelineEngine(PipelineSurface):
         self._backends = StageBackends()
         self._runners = RunnerFactory(source=source, config=config, setting=setting, forwards=self._backends)
         # Where weights lie is the optimizer's to say, which is made for a module, which is made for this runner.
-        self._rank_runner = self._runners.make_training(
+        self._make_runner = functools.partial(
+            self._runners.make_training,
             reference,
-            plan,
             has_own_data=training_data is not None,
             make_places=lambda stage: (
                 lambda parameters: self.rank_engine.of(stage).updater.places(parameters)
             ),
         )
+        self._rank_runner = self._make_runner(plan)
         modules = self._runners.make_modules(self._rank_runner, sample_batch)
         tied = tied_parameters(tied_stages(plan, reference), whole=source.whole_parameters(plan, reference))
         HERE.stage = name = plan.names_on_rank(setting.rank)
@@ -222,14 +203,11 @@ class GraphPipelineEngine(PipelineSurface):
         )
         source.share_weights(modules)
         self._make_data(reference, sample_batch, training_data, collate_fn)
-        write_events = do_together(
-            lambda: make_monitor() if setting.rank == 0 else None,
-            what="making the monitors",
-            group=setting.group,
-        )
+        self.monitor = do_together(make_monitor, what="making the monitors", group=setting.group)
         self._metrics = Metrics(
-            ds_config, setting, reference, plan, write_events=write_events, collectives=self._collectives
+            ds_config, setting, reference, plan, monitor=self.monitor, collectives=self._collectives
         )
+        self._sample_unit = sample_batch
         self._join(stages, modules, reference, sample_batch)
         files = PipelineFiles(
             stages=stages,
@@ -280,41 +258,27 @@ class GraphPipelineEngine(PipelineSurface):
     ) -> None:
         """Make what gives this rank its mini-batches: the ranks that read none learn shapes from one that does."""
         plan = self._plan
-        order: UnitOrder | None = None
-        if self.config.units is not None and self.config.unit_order == "balanced":
-            costs = unit_costs(plan, reference.block_graph, num_elements(sample_batch))
-            order = UnitOrder(plan_of_units(plan), costs)
-        reading = ranks_that_read(plan, reference.block_graph)
-        self._batch_source = BatchSource(
-            prepare=self._source.prepare_batch,
-            complete=self._source.complete_batches,
-            mini_batch=plan.mini_batch,
-            units=self.config.units,
-            order=order,
-            reads_inputs=self._setting.rank in reading,
-            source=min(reading),
-            all_read=len(reading) == self._setting.num_ranks,
-            group=self._setting.group,
-            keys=sample_batch,
-            inputs=inputs_of(sample_batch),
+        self._batch_source = make_batch_source(
+            self._source,
+            plan,
+            reference,
+            sample_batch,
+            config=self.config,
+            setting=self._setting,
             timeout_s=self._wait_s,
-            rule=self._rule,
-            prefetches=self.config.mode == "async",
         )
-        own = None
-        if training_data is not None:
-            own = make_row_loader(
-                training_data,
-                self._batch_source,
-                plan=plan,
-                config=self.config,
-                setting=self._setting,
-                collate_fn=collate_fn,
-                reads=inputs_read(plan, reference.block_graph, self._rank_runner.stages),
-            )
-        self._data = TrainingData(
-            self._batch_source, own, peeks_at_iterators=self.config.frozen_prefetch == 1
+        self._make_rows = functools.partial(
+            make_row_loader,
+            training_data,
+            self._batch_source,
+            config=self.config,
+            setting=self._setting,
+            collate_fn=collate_fn,
+            reads=inputs_read(plan, reference.block_graph, self._rank_runner.stages),
         )
+        own = None if training_data is None else self._make_rows(plan=plan)
+        peeks = self.config.frozen_prefetch == 1
+        self._data = TrainingData(self._batch_source, own, peeks_at_iterators=peeks)
 
     def _join(
         self,
@@ -368,6 +332,49 @@ class GraphPipelineEngine(PipelineSurface):
             learn_shapes=lambda batch: self._source.learn_shapes(reference, batch),
             metrics=self._metrics,
         )
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Train on mini-batches of so many samples from the next call on; collective.
+
+        The same stages are planned again. The loss unit stays: a step is what one process makes of so many samples.
+
+        Raises:
+            ConfigError: it is no multiple of the loss unit, or is fixed (mode async, ``units``).
+            PlanError, PlanInfeasible: these stages have no such plan; nothing has changed.
+        """
+        before, reference, number = self._plan, self._reference, train_batch_size
+        agree({"train_batch_size": repr(number)}, what="set_train_batch_size", group=self._setting.group)
+        if type(number) is not int or number < 1 or number % before.loss_unit:
+            raise ConfigError(
+                f"set_train_batch_size: {number!r} is no multiple of train_micro_batch_size_per_gpu, "
+                f"{before.loss_unit}; give one, or set that in the JSON"
+            )
+        if self.config.mode == "async" or self.config.units is not None:
+            key = '"mode": "async"' if self.config.mode == "async" else '"units"'
+            raise ConfigError(
+                f"set_train_batch_size: graph_pipeline has {key}, which fixes it; start anew from a checkpoint"
+            )
+        if number == before.mini_batch:
+            return
+        self._runner.refuse_after_failure()
+        self._steps.drain()
+        sizes = self._setting.sizes._replace(mini_batch=number, gradient_accumulation_steps=None)
+        setting = dataclasses.replace(self._setting, sizes=sizes)
+        plan = note_edge_transports(self._source.plan_again(reference, before, setting), self.config.p2p)
+        runner, stages = self._make_runner(plan), self.rank_engine
+        modules = cast(list[StageModule], [stage.module for stage in stages.stages])
+        for module, code in zip(modules, runner.prepare(self._sample_unit), strict=True):
+            self._source.complete_module(module, code.tensors)
+        for new, old in zip(runner.stage_runners, self._rank_runner.stage_runners, strict=True):
+            new.reduces_early &= old.reduces_early  # gradients' buckets are made for it
+        self._data.resize(number, functools.partial(self._make_rows, plan=plan))
+        self._rank_runner, self._plan, self._setting = runner, plan, setting
+        stages.use_plan(plan)
+        self._metrics.use_plan(plan)
+        self._evaluator.close()
+        self._join(stages, modules, reference, self._sample_unit)
+        self._watch.num_units = number // plan.loss_unit
+        self.plan = with_backends(plan, self.backends)
 
     def _watch_model(self, stages: RankEngine, modules: Sequence[StageModule]) -> ModelWatch:
         """Return what looks for changes of the model between steps; what it refuses now is refused on all ranks."""
@@ -429,9 +436,9 @@ class GraphPipelineEngine(PipelineSurface):
         if following is not None and self._memory.refusal(following):
             following = None  # nothing of it runs early; it is refused in its own turn
         clock = start_clock(self._collectives) if self.record_timelines else None
-        self._source.learn_shapes(self._reference, batch)
         watching = contextlib.nullcontext() if self._locator is None else self._locator.watching()
-        with watching, self._watch.as_captured(), self.rank_engine.attached():
+        with MODEL_STREAMS.drawing(), watching, self._watch.as_captured(), self.rank_engine.attached():
+            self._source.learn_shapes(self._reference, batch)
             loss, stepped, result = self._steps.train(
                 batch, following=following, record=clock is not None or self._metrics.needs_events
             )
@@ -461,7 +468,8 @@ class GraphPipelineEngine(PipelineSurface):
     def _look_at_model(self, *, is_training: bool = True) -> Exception | None:
         """Honour what the user has changed on the model; return why that cannot be, for all ranks to hear of."""
         try:
-            self._watch.look(is_training=is_training)
+            with MODEL_STREAMS.drawing():
+                self._watch.look(is_training=is_training)
         except Exception as error:  # users' hooks are tried, and may raise whatever they like
             return error
         return None
@@ -521,6 +529,7 @@ class GraphPipelineEngine(PipelineSurface):
         weighted by its samples; every rank gets it. What is under way is finished first.
 
         Args:
+            num_micro_batches: so many batches (or units) of ``data_iter`` as one; None: one, or the units.
             return_logits: also return the named ``outputs`` of the model, samples in order, on every rank.
             compute_loss: False evaluates without labels and returns the outputs only.
 
@@ -532,16 +541,20 @@ class GraphPipelineEngine(PipelineSurface):
         self.rank_engine.refuse_while_gathered()
         self._steps.drain()
         # The other arguments of DeepSpeed's have one value that means something here.
-        if reduce_output not in ("avg", None) or num_micro_batches is not None or not bcast_loss:
+        if reduce_output not in ("avg", None) or not bcast_loss:
             raise ConfigError(
-                "eval_batch: only reduce_output='avg', bcast_loss=True and num_micro_batches=None are supported; "
-                "the mean loss is returned on every rank and the batch decides how many micro-batches run"
+                "eval_batch: only reduce_output='avg' and bcast_loss=True are supported; the mean loss is returned on "
+                "every rank"
             )
-        batch = self._data.take(data_iter, refusal=self._look_at_model(is_training=False))
+        if num_micro_batches is not None and num_micro_batches < 1:
+            raise ConfigError(f"eval_batch: num_micro_batches is {num_micro_batches}; give a positive number")
+        refusal = self._look_at_model(is_training=False)
+        batch = self._data.take(data_iter, count=num_micro_batches, refusal=refusal)
         wanted = tuple(outputs) if return_logits or not compute_loss else ()
         if not compute_loss:
             batch = without_keys(batch, NO_LOSS)
-        loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
+        with MODEL_STREAMS.drawing():
+            loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
         value = torch.tensor(loss, dtype=torch.float32, device=self.device)
         if not wanted:
             return value
@@ -627,12 +640,20 @@ class GraphPipelineEngine(PipelineSurface):
                     collectives=self._collectives,
                     free_bytes=lambda: self._memory.free_for_caches(self.rank_engine),
                 )
+            before = host_streams()
             try:
-                return self._generator.generate(arguments)
+                found = self._generator.generate(arguments)
             except BaseException as error:
                 if self._generator.is_broken and self._setting.group is not None:
                     self._runner.failure = f"a generation failed ({str(error) or type(error).__name__})"
                 raise
+            # what sampling draws on a CPU a program of one process would have drawn: all ranks go on behind it
+            after = self._collectives.broadcast(
+                host_streams(), source=0, what="the generators after a generation"
+            )
+            if not are_same_on_host(after, before):
+                set_host_streams(after)
+            return found
 
     def cache_report(self) -> CacheReport:
         """Return what the caches of the last `generate` took on each rank, predicted and counted; collective.

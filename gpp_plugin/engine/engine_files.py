@@ -43,6 +43,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     WEIGHT,
     BrokenFile,
     CheckpointManifest,
+    from_json,
     parsing,
     read_manifest,
     read_text,
@@ -76,6 +77,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import loads, parse_json
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, HostStreams, streams_described
 from gpp_plugin.runtime.ranks.agreement import WEIGHT as OF_WEIGHT
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, do_together, finish
@@ -149,6 +151,7 @@ class PipelineFiles:
                 f"global_step{self._stages.counters.global_steps}" if tag is None else str(tag),
                 client_state=client_state,
                 data=self._data.position(),
+                program=self._data.program_streams(),
                 options=SaveOptions(
                     save_latest=save_latest,
                     keep_last=self._keeping.keep_last,
@@ -174,8 +177,10 @@ class PipelineFiles:
     @shown_as("load a checkpoint")
     def load(
         self, directory: str | Path, tag: str | None, *, optimizer: bool, scheduler: bool, weights_only: bool
-    ) -> tuple[str, dict[str, Any]]:
+    ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Read a checkpoint of this model, of any plan; return the directory read and the client state.
+
+        Without a tag, a directory in which nothing was ever saved gives ``(None, None)``.
 
         Raises:
             CheckpointError: it is missing, broken, or of another model.
@@ -193,26 +198,11 @@ class PipelineFiles:
                 weights_only=weights_only,
                 restore_data=self._data.restore,
             )
+            if loaded is None:
+                return None, None
             facts = loaded_facts(self._stages.stages, loaded.directory.name)
             agree(facts, what="a look at what each rank loaded", group=self._setting.group, is_partial=True)
         return str(loaded.directory), loaded.client_state
-
-    def resume(self, directory: str | Path) -> dict[str, Any] | None:
-        """Read the newest whole checkpoint and return its client state; None where there is none; as of `load`."""
-        engine, root = self._stages.stages[0], Path(directory)
-
-        def look() -> bool:
-            """Return whether anything was ever saved there, whole now or not, as rank 0 finds it."""
-            if engine.rank != 0:
-                return False
-            tags = places.tags_in(root)
-            return os.path.lexists(root / places.LATEST) or any(
-                os.path.lexists(places.directory_of(root, tag) / MANIFEST) for tag in tags
-            )
-
-        if not all_ranks(engine, look, doing=f"look for checkpoints in {root}")[0]:
-            return None
-        return self.load(directory, None, optimizer=True, scheduler=True, weights_only=False)[1]
 
     @shown_as("export the model")
     def export(self, directory: str | Path) -> None:
@@ -384,12 +374,14 @@ class _Checked:
 
     Args:
         state: of `state.json`, its tensors read.
-        random: of the rank's own file.
+        random: of the rank's own file: what its model draws from.
+        program: the generators that the program draws from, on every rank.
     """
 
     saved: CheckpointTensors
     state: dict[str, Any]
     random: dict[str, Any] | None
+    program: HostStreams | None
     optimizers: dict[int, StageOptimizerState]
 
 
@@ -402,7 +394,7 @@ def load_checkpoint(
     load_scheduler: bool = True,
     weights_only: bool = False,
     restore_data: Callable[[Any], None] = lambda position: None,
-) -> LoadedCheckpoint:
+) -> LoadedCheckpoint | None:
     """Read a checkpoint of this model; collective over all ranks.
 
     Args:
@@ -413,8 +405,11 @@ def load_checkpoint(
         weights_only: restore nothing else: no optimizer, schedule, loss scale, counters or random states.
         restore_data: takes the position in the data.
 
+    Returns:
+        None where no tag is requested and nothing was ever saved.
+
     Raises:
-        CheckpointError: none is there, it is broken, or of another model or optimizer; nothing has changed.
+        CheckpointError: what is requested is missing or broken, or of another model or optimizer; nothing has changed.
     """
     engine = stages[0]
     root = Path(directory)
@@ -424,6 +419,8 @@ def load_checkpoint(
         more=not weights_only,
     )
     checked = _check_first_whole(stages, root, tag, wanted)
+    if checked is None:
+        return None
     doing = f"read {checked.saved.target}"
     if wanted.more:  # first, as a sampler or loader of the user's may refuse
         all_ranks(engine, lambda: restore_data(checked.state["data"]), doing=doing)
@@ -444,8 +441,11 @@ class _Wanted(NamedTuple):
 
 def _check_first_whole(
     stages: Sequence[StageEngine], root: Path, tag: str | None, wanted: _Wanted
-) -> _Checked:
-    """Return the checkpoint that is requested, or the first of the newest that all ranks find whole."""
+) -> _Checked | None:
+    """Return the checkpoint that is requested, or the first of the newest that all ranks find whole.
+
+    None where no tag is requested and nothing was ever saved, as rank 0 finds it.
+    """
     # Rank 0 says which one is tried, and every rank what it found: one that is broken for one rank is so for all.
     engine = stages[0]
     reasons: list[str] = []
@@ -461,6 +461,8 @@ def _check_first_whole(
             raise CheckpointError(
                 f"the ranks request different checkpoints: {sorted(map(str, tags))}; give all the same tag"
             )
+        if not choices[0][1]:
+            return None
         tried.append(choices[0][1])
         found: list[_Checked] = []
 
@@ -497,10 +499,31 @@ def _check_all_held(saved: CheckpointTensors, held: set[str]) -> None:
         )
 
 
+def _holds_checkpoints(root: Path) -> bool:
+    """Return whether anything was ever saved in a directory, whole now or not.
+
+    Raises:
+        CheckpointError: it is a checkpoint itself, or no directory.
+    """
+    if os.path.lexists(root / MANIFEST):
+        raise CheckpointError(
+            f"{root} is a checkpoint itself; load from {root.parent} with tag={root.name!r}"
+        )
+    if os.path.lexists(root) and not root.is_dir():
+        raise CheckpointError(f"{root} is no directory; give the one that checkpoints were saved in")
+    return root.is_dir() and any(
+        path.name == places.LATEST or places.is_own_tag(path.name) or os.path.lexists(path / MANIFEST)
+        for path in root.iterdir()
+        if not places.is_unfinished(path.name)
+    )
+
+
 def _next_tag(root: Path, tag: str | None, tried: Sequence[str], reasons: list[str]) -> str:
-    """Return the tag to try next; on rank 0."""
+    """Return the tag to try next, an empty one where nothing was ever saved; on rank 0."""
     if tag is not None:
         return places.check_tag(tag)
+    if not tried and not _holds_checkpoints(root):
+        return ""
     if not tried:
         try:
             named = places.read_latest(root)
@@ -559,6 +582,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         needed |= {(STATE_TENSORS, key) for key in manifest.files[STATE_TENSORS].tensors}
     saved.check(needed, texts)
     text = read_text(target, STATE, expected=manifest.texts.get(STATE, ""))
+    program: HostStreams | None = None
     with parsing(STATE):
         state = saved.shared_state(parse_json(text, what=STATE, max_depth=MOST_DEPTH))
         if not isinstance(state["client_state"], dict):
@@ -568,6 +592,8 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
                 engine.check_shared_state(state["engine"], load_scheduler=wanted.scheduler)
             if state["data"] is not None:
                 check_position(state["data"])
+            if state.get("random") is not None:  # those of before have none
+                program = streams_described(from_json(state["random"], tensor=None))
     random = None
     if has_own:
         with parsing(own_file):
@@ -582,7 +608,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         with parsing(PLAN):
             if saved_stages(loads(PipelinePlan, text)) != manifest.stages:
                 raise BrokenFile(f"{PLAN} is another plan than the manifest's, {manifest.describe_plan()}")
-    return _Checked(saved=saved, state=state, random=random, optimizers=optimizers)
+    return _Checked(saved=saved, state=state, random=random, program=program, optimizers=optimizers)
 
 
 def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[str, str]]:
@@ -635,6 +661,9 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
             stage.load_shared_state(checked.state["engine"], load_scheduler=wanted.scheduler)
         if checked.random is not None:
             restore_random_state(engine.device, checked.random)
+        # in checkpoints of before, models drew from the program's generators
+        if program := checked.program or (MODEL_STREAMS.state if checked.random is not None else None):
+            MODEL_STREAMS.continue_beside(program)
         _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.random is not None)
 
 

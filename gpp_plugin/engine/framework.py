@@ -5,7 +5,7 @@ The engine imports no framework; `integrations` has what a DeepSpeed configurati
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,8 +42,13 @@ class StageReplica:
     zero_stage: int
 
 
-WriteEvents = Callable[[list[tuple[str, float, int]]], None]
-"""Writes events to monitors: name, value, samples so far. DeepSpeed's `MonitorMaster.write_events` is one."""
+class Monitor(Protocol):
+    """What writes to the monitors of a configuration, on rank 0; DeepSpeed's `MonitorMaster` is one."""
+
+    enabled: bool
+
+    def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
+        """Write events: name, value, samples so far."""
 
 
 @dataclass(slots=True)

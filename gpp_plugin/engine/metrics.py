@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from gpp_plugin.engine.framework import WriteEvents
+from gpp_plugin.engine.framework import Monitor
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import RuntimeFailure
 from gpp_plugin.ir.plan import PipelinePlan
@@ -171,6 +171,11 @@ class StragglerWatch:
             self._coming = self._collectives.begin_sum(self._medians, "the times of tasks")
         return found
 
+    def finish(self) -> None:
+        """Wait for what is under way."""
+        if self._coming is not None:
+            self._coming()
+
     def new_stragglers(self, times: Mapping[int, RankTime]) -> str:
         """Return the ranks to name, in words: once, until they recover or become slower still; empty for none."""
         found = []
@@ -195,7 +200,7 @@ class Metrics:
     step log.
 
     Args:
-        write_events: writes events, where the configuration requests any.
+        monitor: writes events, where the configuration requests any.
         collectives: of all ranks.
     """
 
@@ -206,7 +211,7 @@ class Metrics:
         reference: Reference,
         plan: PipelinePlan,
         *,
-        write_events: WriteEvents | None,
+        monitor: Monitor,
         collectives: Collectives,
     ) -> None:
         self._is_writer = setting.rank == 0
@@ -218,20 +223,31 @@ class Metrics:
         profiler = ds_config.get("flops_profiler") or {}
         self._flops_step = int(profiler.get("profile_step", 1)) if profiler.get("enabled") else 0
         self._flops_file: str | None = profiler.get("output_file")
-        self._plan = plan
         self._seconds: list[float] = []
         self._num_tokens = 0
         self._phases = PhaseTimes()
-        self._write = write_events
+        self._write = monitor.write_events if monitor.enabled else None
         self._collectives = collectives
         self._outliers = OutlierMonitor()
         self._stragglers: StragglerWatch | None = None
+        self._rank, self._graph = setting.rank, reference.block_graph
+        self.use_plan(plan)
+        name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
+        self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
+
+    def use_plan(self, plan: PipelinePlan) -> None:
+        """Report on the steps of this plan from now on; collective where there was another one."""
+        self._plan = plan
+        self._seconds.clear()
+        self._num_tokens = 0
+        if self._stragglers is not None:
+            self._stragglers.finish()
         if plan.num_ranks > 1:
-            self._stragglers = StragglerWatch(plan, rank=setting.rank, collectives=collectives)
+            self._stragglers = StragglerWatch(plan, rank=self._rank, collectives=self._collectives)
         # FLOPs of the captured operators, for a mini-batch of the samples the model was captured with. A backward
         # computes gradients of inputs and of weights, each about as much as the forward: three forwards in all, and
         # one of a stage that runs no backward.
-        graph = reference.block_graph
+        graph = self._graph
         per_sample = {block.name: block.flops / max(graph.num_samples, 1) for block in graph.blocks}
         self._forward_flops = {
             stage.name: sum(per_sample[name] for name in stage.blocks) * plan.mini_batch
@@ -241,8 +257,6 @@ class Metrics:
             self._forward_flops[stage.name] * (3 if stage.backward_us or not stage.forward_us else 1)
             for stage in plan.stages
         )
-        name = torch.cuda.get_device_name(setting.device) if setting.device.type == "cuda" else ""
-        self._peak = peak_flops(name) if setting.dtype in (torch.bfloat16, torch.float16) else None
 
     @property
     def needs_events(self) -> bool:

@@ -146,7 +146,7 @@ class ModelWatch:
     def __init__(self, watched: Sequence[WatchedModule], stages: RankEngine, num_units: int = 1) -> None:
         self._stages = stages
         self._weights = stages.weights
-        self._num_units = num_units
+        self.num_units = num_units
         self._tables = [(each, _tables_of(each.module)) for each in watched]
         self._all = [table for _, tables in self._tables for table in tables]
         self._items = [table.items for table in self._all]
@@ -324,12 +324,12 @@ class ModelWatch:
                 "tensor_parallel to 1, or remove the hook"
             )
         if name in stage.trained:
-            if self._num_units > 1 and not all(
+            if self.num_units > 1 and not all(
                 _adds_up(h, parameter) for h in parameter._backward_hooks.values()
             ):
                 raise ConfigError(
                     f"{name} has a hook of register_hook that makes something else of a sum of gradients than of its "
-                    f"parts, and a step has {self._num_units} loss units: one process calls it for each, a pipeline "
+                    f"parts, and a step has {self.num_units} loss units: one process calls it for each, a pipeline "
                     "once with their sum; let it be a factor or a mask, or set gradient_accumulation_steps to 1"
                 )
             stage.update.hooks.setdefault(name, []).append(parameter._backward_hooks)

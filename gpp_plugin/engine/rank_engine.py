@@ -490,6 +490,13 @@ class RankEngine:
             self.gradients = found
         return self._rule.step(stage)
 
+    def use_plan(self, plan: PipelinePlan) -> None:
+        """Step on a plan of the same stages on the same ranks from now on; no stage steps alone."""
+        self.plan = plan
+        for own in self.stages:
+            own.plan, own.stage = plan, plan.stages[own.stage_index]
+        self._rule = self._make_rule(False)
+
     def end_mini_batch(self) -> StepResult:
         """Return what the mini-batch's steps did; where the stage steps alone, advance schedule and counters."""
         return self._rule.end_mini_batch()

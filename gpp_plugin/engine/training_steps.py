@@ -40,6 +40,7 @@ from gpp_plugin.ir.plan import forward_only_stages
 from gpp_plugin.runtime.batches import Batch, batch_checksum
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.messages.sockets import hang_up
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS
 from gpp_plugin.runtime.rank_runner import RankRunner
 from gpp_plugin.runtime.ranks.collectives import Collectives, all_reduce, own_name, wait_for, wait_for_message
 from gpp_plugin.runtime.ranks.job_board import shared_error
@@ -165,7 +166,7 @@ class TrainingSteps:
             self._runner.refuse_after_failure()
             num_running = runner.num_running
             if num_running:
-                with self._runner.ending_on_failure():
+                with MODEL_STREAMS.drawing(), self._runner.ending_on_failure():
                     runner.drain()
                     self._reports.data.check(keep=0)
                 self._reports.note_drain(num_running)

@@ -11,6 +11,7 @@ import networkx as nx
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.typed_leaves import Share
 
 # The captured model as data: one node per operator, without tensors or torch.
 
@@ -188,6 +189,8 @@ class BlockSharding:
         forward_sums, backward_sums: all-reduces of one task, whatever its number of samples.
         forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole
             tensors, not what a ring sends of them).
+        beside_share: share of the block's weight gradients that is made while its backward's sums travel: of linear
+            operators that read what is summed.
     """
 
     block: str
@@ -200,6 +203,7 @@ class BlockSharding:
     forward_sum_bytes: int
     backward_sums: int
     backward_sum_bytes: int
+    beside_share: Share = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it keeps its fingerprint

@@ -118,6 +118,7 @@ class Divided:
     Args:
         counts: heads, features or words that a tensor size must divide.
         forward_sums, backward_sums: elements of each tensor that they sum.
+        beside: products of the weight gradients that are made beside the sums of a backward.
     """
 
     counts: tuple[int, ...]
@@ -125,6 +126,7 @@ class Divided:
     saved: int
     forward_sums: tuple[int, ...]
     backward_sums: tuple[int, ...]
+    beside: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +236,8 @@ def _sharding(spec: BlockSpec) -> BlockSharding | None:
         forward_sum_bytes=sum(own.forward_sums) * FLOAT,
         backward_sums=len(own.backward_sums),
         backward_sum_bytes=sum(own.backward_sums) * FLOAT,
+        beside_share=own.beside
+        / max(sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched), 1),
     )
 
 
@@ -297,15 +301,17 @@ def profile_model(
         backward = tuple(_backward(device, spec, n, size) for n in samples)
         output = math.prod(spec.output)
         saved, transient = spec.saved, output
+        input_share = _input_share(device, spec, samples[-1], size)
         if recompute and spec.is_checkpointed:
             # The block's input, about as large as its output, stays; all that its forward keeps is there only
             # while its backward runs: from saved to transient.
+            input_share = 1.0 - (1.0 - input_share) * backward[-1] / (forward[-1] + backward[-1])
             backward = tuple(f + b for f, b in zip(forward, backward, strict=True))
             saved, transient = output, spec.saved + output
         costs.append(
             BlockCost(
                 block=spec.name,
-                input_share=_input_share(device, spec, samples[-1], size),
+                input_share=input_share,
                 pending_bytes_per_sample=float(_pending(spec) * size),
                 samples=samples,
                 forward_us=forward,
@@ -384,6 +390,7 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
             saved=4 * tokens + 2 * scores,
             forward_sums=(tokens,),
             backward_sums=(tokens,),
+            beside=3 * hidden * tokens,
         ),
         is_checkpointed=True,
     )
@@ -406,6 +413,7 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
             saved=2 * length * inner,
             forward_sums=(tokens,),
             backward_sums=(tokens,),
+            beside=inner * tokens,
         ),
         is_checkpointed=True,
     )
@@ -437,6 +445,7 @@ def _divided_together(parts: Sequence[Divided | None]) -> Divided | None:
         saved=sum(part.saved for part in known),
         forward_sums=tuple(size for part in known for size in part.forward_sums),
         backward_sums=tuple(size for part in known for size in part.backward_sums),
+        beside=sum(part.beside for part in known),
     )
 
 

@@ -414,6 +414,7 @@ def _words(vocabulary: int, length: int, hidden: int) -> tuple[BlockSpec, BlockS
         saved=length * vocabulary,
         forward_sums=(3 * length,),
         backward_sums=(length * hidden,),
+        beside=length * hidden * vocabulary,
     )
     return table, dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
 

@@ -70,6 +70,7 @@ from gpp_plugin.model.preparation import (
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.memory_formula import with_inputs
 from gpp_plugin.plan.costs.planned_lengths import SizedPlan, inputs_at, planned_profile, profile_at
+from gpp_plugin.plan.explicit_plan import FixedStage
 from gpp_plugin.plugins import may_split_backward
 from gpp_plugin.profile.job_cluster import JobCluster
 from gpp_plugin.profile.machine import describe_device
@@ -114,6 +115,7 @@ class ModelSource:
         self._made: GraphJob | None = None
         self._lengths: LengthCosts | None = None
         self._profile: Profile | None = None
+        self._planned_with: tuple[StageCosts, int, JobCluster | None] | None = None
         self._held: list[tuple[ModuleHolder, tuple[StageModule, ...]]] = []
 
     @property
@@ -196,6 +198,7 @@ class ModelSource:
             compiled = self._compiled(reference, sample_batch)
             own = costs.with_blocks(compiled.scaled)
             least = fewest_samples(own, counts)
+            self._planned_with = own, least, machines
             with step("plan") as shown, searching(shown.note), with_memory_explained(config, machines):
                 plan = self._plan(reference, own, least=least, found=machines)
             plan = self._with_backends(plan, reference, own, sample_batch, least=least, found=machines)
@@ -211,6 +214,40 @@ class ModelSource:
         for line in describe_whole(reference, plan) if setting.rank == 0 else ():
             logger.info("%s", line)
         return reference, plan
+
+    def plan_again(self, reference: Reference, plan: PipelinePlan, setting: Setting) -> PipelinePlan:
+        """Return a plan of the same stages on the same ranks for mini-batches of another size; collective.
+
+        Args:
+            setting: has that size.
+
+        Raises:
+            PlanError, PlanInfeasible: there is none; nothing has changed.
+        """
+        before, self._setting = self._setting, setting
+
+        def make_plan() -> PipelinePlan:
+            assert self._planned_with is not None, "rank 0 has planned"
+            costs, least, machines = self._planned_with
+            fixed = [
+                FixedStage(name=stage.name, blocks=stage.blocks, ranks=stage.ranks, tensor=stage.tensor)
+                for stage in plan.stages
+            ]
+            with with_memory_explained(self._config, machines):
+                made = self._plan(reference, costs, least=least, found=machines, fixed=fixed)
+            stages = [
+                dataclasses.replace(new, backend=old.backend, compiled=old.compiled)
+                for new, old in zip(made.stages, plan.stages, strict=True)
+            ]
+            return dataclasses.replace(made, stages=tuple(stages))
+
+        try:
+            return collectives.call_on_rank_zero(
+                make_plan, PipelinePlan, what="plan", group=before.group, timeout_s=PREPARATION_TIMEOUT_S
+            )
+        except BaseException:
+            self._setting = before
+            raise
 
     def _compiled(self, reference: Reference, sample_batch: Batch) -> CompiledBlocks:
         """Return what the model's blocks cost compiled, and which of them are; on rank 0.
@@ -327,6 +364,7 @@ class ModelSource:
         least: int,
         found: JobCluster | None,
         shares: Mapping[str, float] | None = None,
+        fixed: Sequence[FixedStage] | None = None,
     ) -> PipelinePlan:
         """Return the plan; on rank 0.
 
@@ -334,6 +372,7 @@ class ModelSource:
             least: the smallest number of samples that every stage can do.
             found: as of `plan_profiled`.
             shares: `Profile.backends`; None: all on torch.
+            fixed: the stages that there are already; None: as the configuration says.
         """
         graph = reference.block_graph
         device = describe_device(self._setting.device, torch.get_num_threads())
@@ -341,8 +380,10 @@ class ModelSource:
         inputs: Sequence[TensorSpec] = reference.analysis.op_graph.inputs
         if (lengths := self._lengths) is not None:
             inputs = inputs_at(inputs, lengths, lengths.longest)
-        pieces, dtype = None, str(self._setting.dtype).removeprefix("torch.")
-        if self._job.whole is None:
+        pieces, config, dtype = fixed, self._config, str(self._setting.dtype).removeprefix("torch.")
+        if fixed is not None:  # their ZeRO stage is chosen, too
+            config = config.model_copy(update={"plan": None, "zero": None})
+        elif self._job.whole is None:
             pieces = explicit_stages(
                 self._job,
                 costs,
@@ -355,7 +396,7 @@ class ModelSource:
         return plan_profiled(
             graph,
             with_inputs(profile, graph, inputs, mini_batch=self._setting.sizes.mini_batch, dtype=dtype),
-            config=self._config,
+            config=config,
             setting=self._setting,
             smallest_local_batch=least,
             found=found,

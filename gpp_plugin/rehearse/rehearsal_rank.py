@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
 from gpp_plugin.ir.serialize import load, save
-from gpp_plugin.ir.tensors import TensorSpec
+from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.ir.timeline import Event, Timeline
 from gpp_plugin.launch import emit_event, end_rank
 from gpp_plugin.plan.edge_transports import NATIVE
@@ -43,6 +44,7 @@ from gpp_plugin.runtime.ranks.collectives import Collectives, begin_all_gather
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 from gpp_plugin.runtime.recorder import gather_timeline, start_clock
 from gpp_plugin.schedule.event_loop import Durations, duration_reader
+from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS, last_backward, stages_that_reduce_early
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, lower_prefetch
 from gpp_plugin.simulate.predict import num_windows
 
@@ -82,6 +84,7 @@ class EmulatedCompute:
         task_us: microseconds of the stage's tasks.
         tensor_group: the group of this rank's data position; None for a single rank.
         device: where the tensors lie.
+        last_backward: what runs in place of a delay in the backward of micro-batch ``reduces_in``.
     """
 
     def __init__(
@@ -94,6 +97,8 @@ class EmulatedCompute:
         task_us: TaskMicroseconds,
         tensor_group: dist.ProcessGroup | None = None,
         device: torch.device = CPU,
+        last_backward: Callable[[float], None] = wait_us,
+        reduces_in: int | None = None,
     ) -> None:
         # A stage with one rank of 4 samples, an output of hidden [samples, 8, 16] holds
         #
@@ -109,6 +114,7 @@ class EmulatedCompute:
         self._task_us = task_us
         self._tensor_group = tensor_group
         self._collectives = torch.zeros(1, device=device)
+        self._last_backward, self._reduces_in = last_backward, reduces_in
         own = plan.stages[stage]
         # The axis along which a stage's tensor ranks hold shards of a tensor; the two ends of an
         # edge may differ in it.
@@ -160,7 +166,8 @@ class EmulatedCompute:
         # Before the delay, not after: real tensor ranks synchronise in the first collective of a task.
         if self._tensor_group is not None:
             dist.all_reduce(self._collectives, group=self._tensor_group)
-        wait_us(self._task_us(kind, half, micro_batch))
+        is_last = kind is TaskKind.BACKWARD and micro_batch == self._reduces_in
+        (self._last_backward if is_last else wait_us)(self._task_us(kind, half, micro_batch))
 
 
 class EmulatedHooks:
@@ -169,6 +176,7 @@ class EmulatedHooks:
     Args:
         data_group: the group of the ranks that this one reduces with; None for a single one.
         gradient_bytes: what the stage reduces in one mini-batch, as 4-byte floats.
+        bucket_bytes: of those, what an early sum has.
         world_group: the group of all ranks, which agree on the norm before a step.
         device: where the gradients lie.
     """
@@ -180,6 +188,7 @@ class EmulatedHooks:
         *,
         data_group: dist.ProcessGroup | None,
         gradient_bytes: float,
+        bucket_bytes: float,
         world_group: dist.ProcessGroup | None,
         device: torch.device = CPU,
     ) -> None:
@@ -189,16 +198,32 @@ class EmulatedHooks:
         # cache and look faster.
         floats = round(gradient_bytes / FLOAT_BYTES) if data_group is not None else 0
         self._gradients = torch.zeros(floats, device=device)
+        self._buckets = self._gradients.split(max(1, round(bucket_bytes / FLOAT_BYTES)))
+        self._sent: list[dist.Work] = []
         self._norm = torch.zeros(1, device=device)
 
     def accumulate(self) -> None:
         """Do nothing: there are no gradients to take up."""
 
     def begin_reduction(self) -> None:
-        """Do nothing: backwards are slept through, and nothing is final before they end."""
+        """Do nothing: what sums early is `last_backward`."""
+
+    def last_backward(self, duration_us: float) -> None:
+        """Take as long as the last backward; begin to sum each bucket when its gradients are final.
+
+        They are made evenly over the backward. A single bucket goes behind it (`engine.gradient_store.EarlySends`).
+        """
+        for piece in self._buckets:
+            wait_us(duration_us / len(self._buckets))
+            if len(self._buckets) > 1:
+                self._sent.append(dist.all_reduce(piece, group=self.data_group, async_op=True))
 
     def reduce_data(self) -> None:
-        """Sum as many bytes as the stage has gradients over its data-parallel ranks."""
+        """Sum as many bytes as the stage has gradients over its data-parallel ranks; wait for what has begun."""
+        if self._sent:
+            while self._sent:
+                self._sent.pop().wait()
+            return
         for piece in self._gradients.split(BUCKET_FLOATS) if self._gradients.numel() else ():
             dist.all_reduce(piece, group=self.data_group)
 
@@ -294,6 +319,10 @@ class RehearsalRank:
         data_groups = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
         tensor_groups = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
         transport = _make_transport(plan, programs.all, specs, device, backend, timeout_s)
+        early = set(range(len(plan.stages) if plan.mode == "sync" and not plan.zero_stage else 0))
+        for name in programs.programs.keys() & {"whole", "steady", "epilogue"}:
+            early &= stages_that_reduce_early(plan, programs.programs[name])
+        each = min((DTYPE_BYTES[t.dtype] for t in plan.tensors if t.requires_grad), default=FLOAT_BYTES)
         own = programs.of_rank(rank)
         program, steps_alone = own.main, own.policy.steps_alone
         self._plan = plan
@@ -314,6 +343,7 @@ class RehearsalRank:
             hooks = EmulatedHooks(
                 data_group=data_groups.get(stage.data_ranks(tensor_position)),
                 gradient_bytes=stage.gradient_bytes * settings.scale_bytes,
+                bucket_bytes=EARLY_BUCKET_ELEMENTS * each * settings.scale_bytes,
                 world_group=agreeing.get(stage.ranks if steps_alone else everyone) if has_step else None,
                 device=device,
             )
@@ -322,7 +352,16 @@ class RehearsalRank:
             return functools.partial(
                 StageExecutor,
                 plan=plan,
-                compute=_make_compute(plan, part, specs, durations, tensor_group, device),
+                compute=_make_compute(
+                    plan,
+                    part,
+                    specs,
+                    durations,
+                    tensor_group,
+                    device,
+                    last_backward=hooks.last_backward,
+                    reduces_in=last_backward(part) if index in early else None,
+                ),
                 specs=specs,
                 transport=transport,
                 hooks=hooks,
@@ -403,6 +442,7 @@ def _make_compute(
     durations: Durations | None,
     tensor_group: dist.ProcessGroup | None,
     device: torch.device,
+    **early: Any,
 ) -> EmulatedCompute:
     read = duration_reader(plan, durations)
     return EmulatedCompute(
@@ -415,6 +455,7 @@ def _make_compute(
         ),
         tensor_group=tensor_group,
         device=device,
+        **early,
     )
 
 

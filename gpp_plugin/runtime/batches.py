@@ -89,8 +89,11 @@ def _following(iterator: Iterator[Any], ended: str) -> Batch:
         raise ConfigError(f"the data iterator ended after {ended}") from None
 
 
-def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
+def collect_units(items: Iterable[Any], count: int, key: str = "graph_pipeline.units") -> list[Batch]:
     """Take the loss units of a mini-batch, one an item.
+
+    Args:
+        key: what says how many, for errors.
 
     Raises:
         StopIteration: the iterator ended before the first.
@@ -99,7 +102,7 @@ def collect_units(items: Iterable[Any], count: int) -> list[Batch]:
     iterator = iter(items)
     units = [check_batch(next(iterator))]
     while len(units) < count:
-        units.append(_following(iterator, f"{len(units)} of graph_pipeline.units={count} items; {_REPEAT}"))
+        units.append(_following(iterator, f"{len(units)} of {key}={count} items; {_REPEAT}"))
     return units
 
 

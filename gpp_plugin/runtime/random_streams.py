@@ -2,13 +2,26 @@
 
 `torch.manual_seed` seeds the generators of all devices that a process sees, and a fork of the CPU's alone gives none of
 them back: what a user's program draws next on its GPU would depend on what was built before.
+
+The host's generators (Python's, numpy's, torch's of the CPU) are the program's, which loads data by them: datasets,
+samplers, collators. Stages of ranks draw unlike amounts. So models draw from others, which take the place of the host's
+while a model runs (`MODEL_STREAMS`): every rank's program draws what that of a single process with a GPU draws.
+
+    program   | load |        | load |        | load |         the same on every rank
+    model            | step 1 |      | step 2 |                another amount on each
+
+Source: this project
+Tests: tests/runtime/test_random_streams.py, tests/integrations/test_loading.py, tests/integrations/test_trainer.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import random
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,3 +62,125 @@ def set_streams(device: torch.device, streams: Streams) -> None:
     torch.set_rng_state(streams[0])
     if streams[1] is not None:
         torch.cuda.set_rng_state(streams[1], device)
+
+
+# ---- the host's generators ---------------------------------------------------------------------------
+
+HostStreams = tuple[Tensor, tuple[Any, ...], Any]
+"""The states of torch's generator of the CPU, of Python's and of numpy's."""
+
+
+def host_streams() -> HostStreams:
+    """Return the states of the host's generators."""
+    return torch.get_rng_state(), random.getstate(), np.random.get_state()
+
+
+def set_host_streams(streams: HostStreams) -> None:
+    """Let the host's generators draw on from these states."""
+    torch.set_rng_state(streams[0])
+    random.setstate(streams[1])
+    np.random.set_state(streams[2])
+
+
+def are_same_on_host(first: HostStreams, second: HostStreams) -> bool:
+    """Return whether nothing was drawn on the host between the two."""
+    words, others = np.asarray(first[2][1]), np.asarray(second[2][1])
+    numpy_same = first[2][2:] == second[2][2:] and np.array_equal(words, others)
+    return torch.equal(first[0], second[0]) and first[1] == second[1] and numpy_same
+
+
+@contextmanager
+def restored_host_streams() -> Iterator[None]:
+    """Let a block draw; the host's generators are as before afterwards."""
+    before = host_streams()
+    try:
+        yield
+    finally:
+        set_host_streams(before)
+
+
+def described_streams(streams: HostStreams) -> dict[str, Any]:
+    """Return states of the host's generators as tensors and JSON's values, for a checkpoint."""
+    version, words, gauss = streams[1]
+    found: dict[str, Any] = {
+        "torch": streams[0],
+        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
+    }
+    kind, keys, *rest = streams[2]
+    if kind == "MT19937":
+        found["numpy"] = {"words": torch.tensor(keys.astype("int64")), "rest": rest}
+    return found
+
+
+def streams_described(state: Mapping[str, Any]) -> HostStreams:
+    """Return what `described_streams` was given; numpy's generator as it is where a checkpoint has none.
+
+    Raises:
+        ValueError, TypeError, KeyError, RuntimeError: a generator does not take it; none of the process was tried.
+    """
+    facts: Mapping[str, Any] = dict(state["python"])
+    gauss = None if facts["gauss"] is None else float(facts["gauss"])
+    words = (facts["version"], tuple(facts["words"].tolist()), gauss)
+    random.Random().setstate(words)
+    torch.Generator().set_state(state["torch"])
+    numbers: Any = np.random.get_state()
+    if "numpy" in state:
+        keys = np.array(state["numpy"]["words"].tolist(), dtype="uint32")
+        if not 0 <= state["numpy"]["rest"][0] <= len(keys):  # which numpy does not look at
+            raise ValueError(f"numpy's generator has no place {state['numpy']['rest'][0]}")
+        numbers = ("MT19937", keys, *state["numpy"]["rest"])
+        np.random.RandomState().set_state(numbers)
+    return state["torch"], words, numbers
+
+
+class OwnStreams:
+    """Generators that take the place of the host's for a while; they begin as those are at their first use.
+
+    Args:
+        follows_seeds: they begin anew where the program has seeded torch since.
+
+    Attributes:
+        state: of these generators, outside of their use; None before the first.
+    """
+
+    def __init__(self, *, follows_seeds: bool = False) -> None:
+        self.state: HostStreams | None = None
+        self._follows_seeds = follows_seeds
+        self._left: Tensor | None = None  # torch's state of the program as it was last given back
+        self._is_drawing = False
+
+    def now(self) -> HostStreams:
+        """Return their states, which before their first use are the host's."""
+        return host_streams() if self.state is None else self.state
+
+    def continue_beside(self, program: HostStreams) -> None:
+        """Let the program draw on from these states, which are no seed that these generators would follow."""
+        set_host_streams(program)
+        self._left = program[0]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Let a block draw from these generators, and give the program's back; it may be inside of another one."""
+        if self._is_drawing:
+            yield
+            return
+        program = host_streams()
+        if self.state is not None and not self._is_seeded_anew(program[0]):
+            set_host_streams(self.state)
+        self._is_drawing = True
+        try:
+            yield
+        finally:
+            self._is_drawing = False
+            self.state, self._left = host_streams(), program[0]
+            set_host_streams(program)
+
+    def _is_seeded_anew(self, program: Tensor) -> bool:
+        """Return whether ``program`` is what `torch.manual_seed` leaves, and was another one before."""
+        if not self._follows_seeds or self._left is None or torch.equal(program, self._left):
+            return False
+        return torch.equal(program, torch.Generator().manual_seed(torch.initial_seed()).get_state())
+
+
+MODEL_STREAMS = OwnStreams(follows_seeds=True)
+"""What models of this process draw from on the host, as `torch.default_generator` is what its program draws from."""

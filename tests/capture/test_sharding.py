@@ -52,6 +52,11 @@ def test_attention_of_grouped_heads_and_a_gated_mlp():
         forward_sum_bytes=2 * hidden,
         backward_sums=2,
         backward_sum_bytes=2 * hidden,
+        beside_share=layer.beside_share,
+    )
+    # q, k, v of q, k, v, o; gate and up of gate, up and down
+    assert layer.beside_share == pytest.approx(
+        (32 + 16 + 16 + 48 + 48) / (32 + 16 + 16 + 32 + 3 * 48), rel=0.01
     )
     assert 0.9 < layer.flop_share < 1 and 0.4 < layer.saved_share < 1
 

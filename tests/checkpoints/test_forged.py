@@ -353,8 +353,8 @@ def forge_each(directory: str, first: int, every: int) -> list[str]:
         if before or not same(start, all_of(engine)):
             wrong.append(f"{said}: something changed")
         try:
-            loaded = load_checkpoint([engine], root, restore_data=restore).directory.name
-            if loaded != "first" or not same(wanted, all_of(engine)):
+            loaded = load_checkpoint([engine], root, restore_data=restore)
+            if loaded is None or loaded.directory.name != "first" or not same(wanted, all_of(engine)):
                 wrong.append(f"{said}: loaded {loaded} without a tag")
             toy.feed(engine, 2, 1)
             engine.step()

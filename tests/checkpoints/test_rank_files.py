@@ -32,6 +32,7 @@ from gpp_plugin.engine.checkpoints.save_checkpoint import (
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, StageOptimizerState, TensorPlace
 from gpp_plugin.ir.plan import PipelinePlan, Stage
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, are_same_on_host, host_streams
 
 
 def engine_of(position: int, tensor_position: int, *, tensor: int, is_partitioned: bool) -> Any:
@@ -100,12 +101,16 @@ def test_random_numbers_go_on_in_torch_python_and_numpy() -> None:
         return [float(torch.rand(())), random.gauss(0, 1), random.random(), *np.random.randn(3)]
 
     try:
-        draw()
-        state = random_state(device)
-        wanted = draw()
-        draw()
+        with MODEL_STREAMS.drawing():
+            draw()
+        state, program = random_state(device), host_streams()
+        with MODEL_STREAMS.drawing():
+            wanted = draw()
+            draw()
         restore_random_state(device, state)
-        assert draw() == wanted
+        with MODEL_STREAMS.drawing():
+            assert draw() == wanted
+        assert are_same_on_host(host_streams(), program), "the program draws from other generators"
     finally:
         restore_random_state(device, before)
 

@@ -177,3 +177,32 @@ def fail_and_go_on(stages: int) -> dict[str, Any]:
     engine.retain_gradients()
     said = [said_of(functools.partial(steps, engine, [batch])) for batch in (bad, good)]
     return {"said": said, "gradients": engine.gradients if not said[1] else {}}
+
+
+SIZES = (2 * B, B, B, 2 * B, B // 2, 2 * B)
+"""Samples of six steps; the first four are one pass over the data, the others are given."""
+
+
+def change_batch_sizes(zero: int, stages: int) -> dict[str, Any]:
+    """Train on mini-batches of these sizes, the engine's own and given ones, and say what is refused between."""
+    import deepspeed
+
+    model, make_batch = build("two_branch")
+    rows = make_batch(48, 9)
+    data = [{key: value[n] for key, value in rows.items()} for n in range(48)]
+    config = config_of(zero_optimization={"stage": zero}, block={"stages": stages})
+    engine = deepspeed.initialize(model=model, config=config, training_data=data)[0]
+    answer: dict[str, Any] = {"losses": [], "sizes": []}
+    engine.retain_gradients()
+    for step, size in enumerate(SIZES):
+        engine.set_train_batch_size(size)
+        own = None if step < 4 else iter([make_batch(size, step)])
+        answer["losses"].append(float(engine.train_batch(own)))
+        answer["sizes"].append((engine.train_batch_size(), engine.gradient_accumulation_steps()))
+        if step == 0:
+            calls = [functools.partial(engine.set_train_batch_size, n) for n in (7, 0, "8", None)]
+            answer["refused"] = [said_of(call) for call in calls]
+    answer["evaluated"] = float(engine.eval_batch(iter([make_batch(6, 5)])))
+    answer["counted"] = (engine.global_steps, engine.global_samples, engine.micro_steps)
+    answer["weights"] = {name: value.detach().clone() for name, value in engine.named_parameters()}
+    return answer

@@ -19,7 +19,7 @@ from gpp_plugin.engine.checkpoints.optimizer_pieces import (
     whole_fragment,
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import StageOptimizerState
-from gpp_plugin.engine.framework import StepSettings, WriteEvents
+from gpp_plugin.engine.framework import StepSettings
 from tests.integrations.engine_jobs import B, config_of, make_engine, steps
 from tests.models import build
 
@@ -107,6 +107,7 @@ class PlainOptimizer:
 
 class PlainFramework:
     name = "plain torch"
+    enabled = True
     check_shared_out = check_transport = nothing
 
     def __init__(self, ds_config: Mapping[str, Any], **given: Any) -> None:
@@ -115,8 +116,8 @@ class PlainFramework:
     def make_optimizer(self, module: nn.Module, replica: Any) -> PlainOptimizer:
         return PlainOptimizer(module)
 
-    def make_monitor(self) -> WriteEvents:
-        return self.write_events
+    def make_monitor(self) -> PlainFramework:
+        return self
 
     def write_events(self, event_list: list[tuple[str, float, int]]) -> None:
         self.events += event_list

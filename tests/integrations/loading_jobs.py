@@ -177,6 +177,47 @@ def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:
     return answers
 
 
+def train_on_tuples() -> dict[str, list[Any]]:
+    """Three steps on dicts, and on the same samples as tuples in ways that a script may have them."""
+    import deepspeed
+
+    import gpp_plugin
+
+    samples = Samples()
+    dicts = [samples[index] for index in range(20)]
+    pairs = [(item["x"], item["labels"]) for item in dicts]
+    turned = [(None if index else "first", item["labels"], item["x"]) for index, item in enumerate(dicts)]
+    answers: dict[str, list[Any]] = {}
+    for kind, data in (("dicts", dicts), ("pairs", pairs), ("turned", turned)):
+        torch.manual_seed(0)
+        model: nn.Module = Classes()
+        more: dict[str, Any] = {}
+        if kind == "turned":  # nothing of the data is looked at before the function is set
+            model = gpp_plugin.GraphPipelineModule(
+                model, sample_batch=(samples.x[:B], torch.zeros(B, dtype=torch.long))
+            )
+            more["collate_fn"] = list
+        engine = deepspeed.initialize(
+            model=model, config=config_of(block={"stages": 2}), training_data=data, **more
+        )[0]
+        if kind == "turned":
+            engine.set_batch_fn(
+                lambda items: {
+                    "x": torch.stack([i[2] for i in items]),
+                    "labels": torch.tensor([i[1] for i in items]),
+                }
+            )
+        answers[kind] = run(engine, 3)
+        if kind == "pairs":  # as an iterator has them, and a bare function of the user's
+            batches = [(samples.x[:B], torch.arange(B) % 3), [samples.x[:B], torch.arange(B) % 3]]
+            answers["iterators"] = [float(engine.eval_batch(iter([batch]))) for batch in batches]
+        if kind == "dicts":
+            batch = {"x": samples.x[:B], "labels": torch.arange(B) % 3}
+            answers["evaluated"] = [float(engine.eval_batch(iter([batch]))) for _ in range(2)]
+        engine.destroy()
+    return answers
+
+
 def tell_of_ones() -> dict[str, Any]:
     """Masks of ones but for one row, which one rank loads; say what is so, what each rank is told, and what it has."""
     import deepspeed

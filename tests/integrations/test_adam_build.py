@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.cpp_extension
-from deepspeed.ops.op_builder import builder
+from deepspeed.ops.op_builder import CPUAdamBuilder, builder
 
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed import dispatch, optimizer_bytes
@@ -178,3 +179,22 @@ def test_deepspeeds_engine_makes_the_ranks_device_the_current_one(trained: Any) 
     """At 37ec3e4 that of LOCAL_RANK, which is not there where four ranks share a device."""
     asked = [devices for _, devices in trained]
     assert any(asked) and all(set(devices) <= {0} for devices in asked), asked
+
+
+def test_an_operator_that_is_compiled_is_named_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    said_by_then: list[int] = []
+    folders = [Path(torch.utils.cpp_extension._get_build_directory("cpu_adam", False))]
+    monkeypatch.setattr(builder.OpBuilder, "jit_load", lambda self: said_by_then.append(len(caplog.records)))
+    with caplog.at_level(logging.WARNING), optimizer_bytes.saying_what_compiles():
+        its = CPUAdamBuilder()
+        its.jit_load()
+        (folders[0] / "lock").touch()  # another rank compiles
+        its.jit_load()
+        (folders[0] / "lock").unlink()
+        (folders[0] / "cpu_adam.so").touch()
+        its.jit_load()
+    assert said_by_then == [1, 1, 1]
+    assert "compiles its operator cpu_adam" in caplog.text and str(tmp_path) in caplog.text

@@ -79,6 +79,7 @@ def train_save_resume(config: dict[str, Any], directory: str) -> dict[str, Any]:
     expected = advance(straight, range(3, 6)), weights(straight)
     resumed = make_engine(rank, config, seed=1)
     loaded = load_checkpoint([resumed], directory)
+    assert loaded is not None
     found = advance(resumed, range(3, 6)), weights(resumed)
     counters = StepCounters(global_steps=6, skipped_steps=1, global_samples=48)
     assert straight.counters == resumed.counters == counters
@@ -161,6 +162,8 @@ def load_and_tell(directory: str, tag: str | None, options: dict[str, Any]) -> s
         loaded = load_checkpoint([engine], directory, tag, load_optimizer=options.get("load_optimizer", True))
     except CheckpointError as error:
         return str(error)
+    if loaded is None:
+        return "nothing"
     return f"loaded {loaded.directory.name}, step {engine.counters.global_steps}"
 
 
@@ -196,6 +199,7 @@ def load_weights_only(directory: str) -> dict[str, Any]:
     engine = toy.make_engine(dist.get_rank(), make_config(1, "bf16"))
     noise = torch.get_rng_state()
     loaded = load_checkpoint([engine], directory, weights_only=True)
+    assert loaded is not None
     return {
         "counters": (engine.counters.global_steps, engine.counters.global_samples),
         "same noise": torch.equal(noise, torch.get_rng_state()),
@@ -248,7 +252,27 @@ def test_a_broken_latest_is_passed_over(saved: Path, tmp_path: Path, latest: str
     assert tell(directory) == "loaded second, step 2"
 
 
-def test_nothing_to_load(tmp_path: Path) -> None:
+def test_where_nothing_was_saved_nothing_is_loaded(saved: Path, tmp_path: Path) -> None:
+    assert tell(tmp_path / "later") == "nothing"
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "data").symlink_to(saved, target_is_directory=True)
+    shutil.copytree(saved / "first", tmp_path / "first.tmp-0123456789abcdef")
+    (tmp_path / "notes.txt").write_text("no checkpoint")
+    assert tell(tmp_path) == "nothing", "what else lies there is no checkpoint"
+    assert "is no directory" in tell(tmp_path / "notes.txt")
+    assert "is a checkpoint itself; load from" in tell(saved / "first")
+    assert "checkpoint" in tell(tmp_path, "first") and "does not exist" in tell(tmp_path, "first")
+
+
+@pytest.mark.parametrize("left", ["latest", "global_step3", "first"])
+def test_what_is_left_of_a_checkpoint_is_no_empty_directory(saved: Path, tmp_path: Path, left: str) -> None:
+    if left == "latest":
+        (tmp_path / left).write_text("first\n")
+    elif left == "first":
+        shutil.copytree(saved / left, tmp_path / left)
+        change(tmp_path / left / "manifest.json", 300)
+    else:
+        (tmp_path / left).mkdir()
     assert "no whole checkpoint is in" in tell(tmp_path)
 
 

@@ -14,9 +14,11 @@ from deepspeed.runtime import config as stock
 from deepspeed.runtime.config_utils import DeepSpeedConfigModel
 
 from gpp_plugin.cli import main
+from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.config.deepspeed_keys import KEYS, KeyVerdict, configured_keys, names_in
+from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import _MODELS, derive_stage_config, read_deepspeed
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import KEYS, KeyVerdict, configured_keys, names_in
 
 # ---- every key of the installed release ------------------------------------------------------------------------
 
@@ -118,6 +120,26 @@ def test_the_table_has_every_key_of_the_installed_release() -> None:
     missing = sorted(path for path in found if path not in KEYS and path != "graph_pipeline")
     assert not missing, f"DeepSpeed {deepspeed.__version__} reads {missing}, of which KEYS has no verdict"
     assert all(key.note for key in KEYS.values() if key.verdict is not KeyVerdict.HONOURED)
+
+
+def test_a_key_in_a_wrong_place_is_never_taken_for_another_one() -> None:
+    own = {*GraphPipelineConfig.model_fields, "compile_deepcompile"}
+    for path in KEYS:
+        block, _, name = path.rpartition(".")
+        wrong = f"{block.replace('.', '_')}_{name}" if block else name
+        if block:
+            told: list[str] = []
+            try:
+                told += read_deepspeed({wrong: 3}).warnings
+            except ConfigError as error:
+                told += str(error).splitlines()
+            (line,) = [line for line in told if line.startswith(f"{wrong}:")]
+            assert line.endswith((f"it has no effect: write {path}", f"would ignore it; write {path}")), line
+        if wrong not in own:
+            with pytest.raises(
+                ConfigError, match=f"it is DeepSpeed's: {f'write {path}' if block else 'move it'}"
+            ):
+                read_config({"train_batch_size": 8, "graph_pipeline": {wrong: 3}})
 
 
 def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

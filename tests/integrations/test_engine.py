@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_plugin.engine.loading.row_loader import make_loader
 from tests.integrations import engine_jobs as jobs
 from tests.models import build
 from tests.ranks import run_kept_ranks, run_ranks
@@ -79,3 +80,31 @@ def test_ranks_do_not_go_on_among_messages_of_a_failed_mini_batch() -> None:
     for answer in run_ranks(jobs.fail_and_go_on, 2, 2):
         assert answer["said"][0]
         assert "cannot go on" in answer["said"][1]
+
+
+@pytest.mark.parametrize(("zero", "stages"), [(0, 2), (1, 1), (3, 1)])
+def test_a_new_batch_size_is_planned_again_and_equals_one_process(zero: int, stages: int) -> None:
+    answers = run_kept_ranks(jobs.change_batch_sizes, 2, zero, stages)
+    model, make_batch = build("two_branch")
+    rows = make_batch(48, 9)
+    data = [{key: value[n] for key, value in rows.items()} for n in range(48)]
+    (whole,) = make_loader(data, mini_batch=48, collate_fn=None, seed=0)
+    batches, first = [], 0
+    for step, size in enumerate(jobs.SIZES):
+        own = {key: value[first : first + size] for key, value in whole.items()}
+        batches.append(own if step < 4 else make_batch(size, step))
+        first += size
+    reference = train_reference(model, batches, unit=jobs.U)
+    with torch.no_grad():
+        evaluated = float(reference.model.eval()(**make_batch(6, 5))["loss"])
+    wanted = dict(reference.model.named_parameters())
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        assert answer["sizes"] == [(size, size // jobs.U) for size in jobs.SIZES]
+        assert answer["counted"] == (len(jobs.SIZES), sum(jobs.SIZES), sum(jobs.SIZES) // jobs.U)
+        assert answer["evaluated"] == pytest.approx(evaluated, rel=1e-5)
+        assert all(
+            "is no multiple of train_micro_batch_size_per_gpu, 2" in text for text in answer["refused"]
+        )
+        for name, value in answer["weights"].items() if zero < 3 else ():
+            assert torch.allclose(value, wanted[name], rtol=1e-4, atol=1e-6), name

@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.engine.loading.batch_source import _Loading
 from gpp_plugin.engine.loading.row_loader import RowLoader, count_workers, make_loader
 from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.errors import ConfigError, RuntimeFailure
-from gpp_plugin.model.graph.stage_graph import prepare_batch
+from gpp_plugin.model.graph.stage_graph import StageGraph, named_batch, prepare_batch
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch, mini_batch_shapes
+from gpp_plugin.runtime.random_streams import host_streams, set_host_streams
 from tests.integrations import loading_jobs as jobs
 from tests.integrations.loading_jobs import Lengths, Noisy, Samples, Streamed, batch_source, pad, row_loader
 from tests.ranks import run_kept_ranks
@@ -60,6 +61,24 @@ def test_the_order_is_that_of_a_loader_epoch_after_epoch(workers: int, dataset: 
     for have, want in zip(found, wanted, strict=True):
         for key, value in want.items():
             assert torch.equal(have.held[key], value) and have[key].shape == value.shape
+
+
+def test_ranks_that_load_parts_draw_what_one_process_draws() -> None:
+    torch.manual_seed(5)
+    program = host_streams()
+    wanted = whole_batches(Noisy(), 4)
+    set_host_streams(program)
+    for rows in PARTS:
+        loader, found = loader_of(Noisy(), part=rows), []
+        loader.streams.state = program  # as ranks agree
+        for _ in range(4):
+            torch.rand(rows[0][0] + 1)  # what else this rank draws
+            found.append(next(loader))
+        numbers = loader._share.numbers
+        assert all(
+            torch.equal(own.held["x"], batch["x"][numbers]) for own, batch in zip(found, wanted, strict=True)
+        )
+        set_host_streams(program)
 
 
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:
@@ -156,6 +175,35 @@ def test_losses_and_gradients_do_not_depend_on_who_loads(stages: int, kind: str)
             own = 4 if stages == 1 else 8
             assert found["fetched 0"] == (8 + 4 * own if found["reads"] else 0)
             assert found["fetched None"] == 5 * 8 and found["fetched 2"] == 0
+
+
+def test_tuples_are_what_the_model_is_called_with() -> None:
+    for found in run_kept_ranks(jobs.train_on_tuples, 2):
+        for kind in ("pairs", "turned"):
+            for (loss, gradients), (want, wanted) in zip(found[kind], found["dicts"], strict=True):
+                assert loss == want
+                assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
+        assert found["iterators"] == found["evaluated"]
+
+
+class OnePair(nn.Module):
+    def forward(self, x: Any, labels: Any = None, *, mode: str = "") -> Any:
+        raise NotImplementedError
+
+
+def test_positions_that_forward_does_not_have_are_refused_with_what_names_them() -> None:
+    x, y = torch.ones(2, 3), torch.zeros(2)
+    assert named_batch(OnePair(), x) == {"x": x}
+    assert list(named_batch(OnePair(), [x, y])) == ["x", "labels"]
+    untouched = {"x": x}, [{"x": x}, {"x": x}], "text"
+    assert all(named_batch(OnePair(), batch) is batch for batch in untouched)
+    ways = r"collate_fn.*set_batch_fn"
+    with pytest.raises(ConfigError, match=rf"has 3 entries.* OnePair takes 1 to 2 .*\(x, labels\): .*{ways}"):
+        named_batch(OnePair(), (x, y, y))
+    with pytest.raises(ConfigError, match=rf"has 0 entries.*{ways}"):
+        named_batch(OnePair(), ())
+    with pytest.raises(ConfigError, match=rf"a batch is a list, and stages read inputs by name: .*{ways}"):
+        named_batch(StageGraph(), [x, y])
 
 
 def test_all_ranks_know_which_masks_hide_nothing_in_the_whole_mini_batch() -> None:

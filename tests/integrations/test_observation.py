@@ -75,7 +75,7 @@ def test_numbers_are_of_the_steps_since_the_last_line() -> None:
         SimpleNamespace(rank=0, device=torch.device("cpu"), dtype=torch.float32),  # type: ignore[arg-type]
         SimpleNamespace(block_graph=graph),  # type: ignore[arg-type]
         SimpleNamespace(stages=stages, mini_batch=8, num_ranks=4),  # type: ignore[arg-type]
-        write_events=written.extend,
+        monitor=SimpleNamespace(enabled=True, write_events=written.extend),
         collectives=None,  # type: ignore[arg-type]
     )
     lines: list[str] = []

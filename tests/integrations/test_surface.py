@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import functools
 import inspect
 import textwrap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +16,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch import nn
 
-from gpp_plugin.engine.compatibility import PipelineSurface, why_lacking
+from gpp_plugin.config.deepspeed_keys import KEYS
+from gpp_plugin.engine.compatibility import _BY_NAME, PipelineSurface, _lack, why_lacking
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.errors import ConfigError
-from tests.integrations.engine_jobs import B, config_of, make_engine, steps
+from tests.integrations.engine_jobs import B, U, config_of, logged, make_engine, said_of, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
 
@@ -42,10 +46,12 @@ def set_on_self(kind: type) -> set[str]:
 
 
 def test_each_public_name_is_answered_or_refused() -> None:
+    refused = {n for n in dir(nn.Module) if getattr(vars(PipelineSurface).get(n), "fget", None) is _lack}
     own = set(dir(GraphPipelineEngine)) | set_on_self(GraphPipelineEngine) | set_on_self(PipelineSurface)
+    own -= refused
     unknown = sorted(name for name in public_names() - own if why_lacking(name) is None)
     assert not unknown
-    both = sorted(name for name in own if not name.startswith("_") and why_lacking(name) is not None)
+    both = sorted(own.intersection(_BY_NAME))
     assert not both, "a name that is answered is not refused"
 
 
@@ -72,6 +78,18 @@ def test_a_missing_name_says_why_or_what_is_near() -> None:
         engine.compile  # noqa: B018
     with pytest.raises(AttributeError, match=r"did you mean engine.train_batch\?"):
         engine.train_bach  # noqa: B018
+    for name in ("to", "half", "register_forward_hook", "grid", "mpu", "timers"):
+        with pytest.raises(
+            AttributeError, match=f"{name} does not exist for a graph of stages: .*(engine|model|plan)"
+        ):
+            getattr(engine, name)
+    for block in {path.partition(".")[0] for path in KEYS if "." in path}:
+        with pytest.raises(AttributeError, match="graph of stages: (?!did you mean)"):
+            getattr(engine, f"{block}_enable")
+    with pytest.raises(
+        AttributeError, match=r"tensorboard_enabled .*: engine.monitor writes to the monitors"
+    ):
+        engine.tensorboard_enabled  # noqa: B018
     assert not hasattr(engine, "zero_offload_param") and not hasattr(engine, "_private")
 
 
@@ -81,17 +99,45 @@ ATTRIBUTES = (
 )  # fmt: skip
 
 
-def ask() -> dict[str, Any]:
+WITH_DIRECTORY = "save_checkpoint", "load_checkpoint", "resume", "save_pretrained", "save_16bit_model"
+
+
+def ask(directory: str) -> dict[str, Any]:
     """What a user asks of an engine on two ranks of one stage, before and after a step."""
     model, make_batch = build("gpt2")
-    engine = make_engine(model, make_batch(B, 0), config_of(block={"stages": 1}))
+    batch = make_batch(B, 0)
+    csv = {"enabled": True, "output_path": directory, "job_name": "job"}
+    engine = make_engine(model, batch, config_of(block={"stages": 1}, csv_monitor=csv))
     applied = [engine.was_step_applied()]
+    with contextlib.chdir(directory):
+        calls = [functools.partial(getattr(engine, n), d) for n in WITH_DIRECTORY for d in ("", " ", None, 5)]
+        refused = [said_of(call) for call in calls]
+    with logged("gpp_plugin.engine.compatibility") as records:
+        nothing = engine.load_checkpoint(directory), engine.resume(directory)
     before = {name: value.clone() for name, value in engine.state_dict().items()}
-    losses = steps(engine, [make_batch(B, 0)])
+    losses = steps(engine, [batch])
     assert engine.agg_train_loss is not None
     last_loss = [float(engine.agg_train_loss)]
     applied.append(engine.was_step_applied())
     engine.zero_grad()
+    rows = [{key: value[n : n + U] for key, value in batch.items()} for n in range(0, B, U)]
+    evaluated = [
+        float(engine.eval_batch(iter([batch]))),
+        float(engine.eval_batch(iter(rows), num_micro_batches=4)),
+    ]
+    engine.monitor.write_events([("Own/number", 3.0, engine.global_samples)])
+    parent = nn.Module()
+    parent.engine = engine
+    inherited = {
+        "is module": isinstance(engine, nn.Module) and list(engine.children()) == [engine.module],
+        "in a module": parent.state_dict().keys() == {f"engine.{name}" for name in engine.state_dict()},
+        "modes": parent.eval() is parent and not engine.training and engine.train() is engine,
+        "shown": "(module)" in repr(engine),
+        "of torch": torch.nn.utils.parameters_to_vector(engine.parameters()).numel() > 0,
+        "too few": said_of(lambda: engine.eval_batch(iter(rows), num_micro_batches=5)).startswith(
+            "ConfigError: the data"
+        ),
+    }
     after = engine.state_dict()
     changed = any(not torch.equal(before[name], value) for name, value in after.items())
     engine.load_state_dict(before)
@@ -103,6 +149,11 @@ def ask() -> dict[str, Any]:
         "changed": changed,
         "restored": restored,
         "applied": applied,
+        "refused": refused,
+        "inherited": inherited,
+        "evaluated": evaluated,
+        "nothing": nothing,
+        "warned": [record.getMessage() for record in records],
         "positions": (engine.get_data_parallel_rank(), engine.get_model_parallel_rank()),
         "batch": engine.get_batch_info(),
         "mom": engine.get_mom(),
@@ -118,11 +169,20 @@ def ask() -> dict[str, Any]:
     }
 
 
-def test_an_engine_answers_for_its_rank() -> None:
+def test_an_engine_answers_for_its_rank(tmp_path: Path) -> None:
     model, _ = build("gpt2")
     names = set(dict(model.named_parameters()))
     seen: set[str] = set()
-    for rank, answer in enumerate(run_kept_ranks(ask, 2)):
+    answers = run_kept_ranks(ask, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["job"], "what is refused writes nothing"
+    assert "3.0" in (tmp_path / "job" / "Own_number.csv").read_text()
+    for rank, answer in enumerate(answers):
+        wrong = [f"ValueError: {name}: the directory is" for name in WITH_DIRECTORY for _ in range(4)]
+        assert all(map(str.startswith, answer["refused"], wrong)), answer["refused"]
+        assert answer["nothing"] == ((None, None), None)
+        assert len(answer["warned"]) == (rank == 0) and all(
+            "no checkpoint is in" in t for t in answer["warned"]
+        )
         assert set(answer["names"]) <= names and answer["count"] == len(answer["names"])
         assert answer["state"].keys() >= set(answer["names"])
         assert answer["changed"] and answer["restored"], "what is loaded is trained on"
@@ -133,6 +193,8 @@ def test_an_engine_answers_for_its_rank() -> None:
             "is_pipe_parallel": False, "is_data_parallel": True, "is_model_parallel": False,
             "pipeline_parallelism": True, "micro_batch_size": 2, "micro_batches": 4, "micro_steps": 4,
         }  # fmt: skip
+        assert all(answer["inherited"].values()), answer["inherited"]
+        assert answer["evaluated"][0] == pytest.approx(answer["evaluated"][1], rel=1e-6)
         assert answer["last_loss"] == answer["losses"] and answer["same_names"]
         assert answer["mom"] == [(0.9, 0.999)] * len(answer["mom"]) and answer["mom"]
         assert answer["optimizer"] == {"lr": 1e-3, "weight_decay": 0.01}

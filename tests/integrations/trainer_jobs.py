@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,8 +26,6 @@ class Rows(Dataset[dict[str, Any]]):
 
     def __init__(self, name: str, count: int) -> None:
         batch = build(name)[1](count, 0)
-        if name == "t5":  # Trainer does not divide T5's loss: one mean over all tokens is that of equal units
-            batch["labels"] = batch["labels"].clamp(min=1)
         self.rows = [{k: v[i] for k, v in batch.items() if isinstance(v, Tensor)} for i in range(count)]
         if name == "clip":
             for row in self.rows:
@@ -84,15 +83,14 @@ def data_of(name: str, count: int) -> Rows:
     return Rows("llava" if name == "lora" else name, count)
 
 
-def arguments(directory: str, *, total: int, ranks: int, one_batch: bool = False, **more: Any) -> Any:
+def arguments(directory: str, *, total: int, ranks: int, **more: Any) -> Any:
     """Return arguments of a job whose mini-batches have ``total`` samples on so many ranks."""
     from transformers import TrainingArguments
 
-    unit = total if one_batch else UNIT
     return TrainingArguments(
         output_dir=directory,
-        per_device_train_batch_size=unit,
-        gradient_accumulation_steps=total // unit // ranks,
+        per_device_train_batch_size=UNIT,
+        gradient_accumulation_steps=total // UNIT // ranks,
         **{
             "max_steps": STEPS,
             "learning_rate": 2e-3,
@@ -119,22 +117,24 @@ def logged(trainer: Any) -> list[tuple[float, float, float]]:
     return [(row["loss"], float(row["grad_norm"]), row["learning_rate"]) for row in rows]
 
 
-def train_plain(name: str, directory: str, *, total: int, count: int) -> Any:
+def train_plain(name: str, directory: str, *, total: int, count: int, **more: Any) -> Any:
     """Train with Trainer in this process."""
     from transformers import Trainer
 
-    args = arguments(directory, total=total, ranks=1, one_batch=name == "t5")
+    args = arguments(directory, total=total, ranks=1, **more)
     trainer = Trainer(model_of(name), args, train_dataset=data_of(name, count), data_collator=stack)
     trainer.train()
     return trainer
 
 
-def train_on_ranks(name: str, directory: str, configs: list[dict[str, Any]], count: int) -> list[Any]:
+def train_on_ranks(
+    name: str, directory: str, configs: list[dict[str, Any]], count: int, more: dict[str, Any] | None = None
+) -> list[Any]:
     """Train on these ranks under each configuration; return what was logged."""
     ranks = dist.get_world_size()
     answers = []
     for config in configs:
-        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks)
+        args = arguments(directory, total=UNIT * ACCUMULATION * ranks, ranks=ranks, **(more or {}))
         trainer = GraphPipelineTrainer(
             model_of(name),
             args,
@@ -271,6 +271,120 @@ def evaluating(trainer_class: Any, directory: str, *, ranks: int, **given: Any) 
     if getattr(trainer, "engine", None) is not None:
         trainer.engine.destroy()
     return answer
+
+
+def train_as_documented(saved: str, directory: str, zeros: list[int]) -> list[Any]:
+    """Train with the configuration in the arguments, and a model loaded behind them; return what was logged."""
+    from transformers import GPT2LMHeadModel
+
+    total = UNIT * ACCUMULATION * dist.get_world_size()
+    answers = []
+    for zero in zeros:
+        block = {"comm_timeout_s": 60, **({"data_parallel": 2, "stages": 1} if zero == 3 else {"stages": 2})}
+        config: dict[str, Any] = {
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "gradient_clipping": "auto",
+            "graph_pipeline": block,
+        }
+        if zero:
+            config["zero_optimization"] = {"stage": zero}
+        args = arguments(directory, total=total, ranks=dist.get_world_size(), deepspeed=config)
+        trainer = GraphPipelineTrainer(
+            GPT2LMHeadModel.from_pretrained(saved),
+            args,
+            train_dataset=data_of("gpt2", 24),
+            data_collator=stack,
+        )
+        trainer.train()
+        answers.append((trainer.engine.zero_optimization_stage(), logged(trainer)))
+        trainer.engine.destroy()
+    return answers
+
+
+class Augmented(Dataset[dict[str, Tensor]]):
+    """Samples with noise of three generators, each of which is noted in ``seen``."""
+
+    def __init__(self, count: int) -> None:
+        self.rows = Rows("two_branch", count)
+        self.seen: list[float] = []
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.rows[index]
+        noise = torch.randn(8) * 0.1 + random.random() + float(np.random.rand())
+        self.seen.append(float(noise.sum()))
+        return {**row, "x": row["x"] + noise}
+
+
+class AugmentedStream(IterableDataset[dict[str, Any]]):
+    """The same, one after the other."""
+
+    def __init__(self, rows: Augmented) -> None:
+        self.rows = rows
+        self.seen = rows.seen
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (self.rows[index] for index in range(len(self.rows)))
+
+
+def augmenting(
+    trainer_class: Any,
+    directory: str,
+    *,
+    ranks: int,
+    dropout: float,
+    streams: bool = False,
+    resumes: bool = False,
+    **given: Any,
+) -> dict[str, Any]:
+    """Train on data that draw, evaluate on such data between two steps of an epoch; return all that was drawn.
+
+    An epoch has four steps.
+    """
+    total = UNIT * ACCUMULATION * 2
+    more = {
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "max_steps": 7,
+    }
+    rows, held_out = Augmented(4 * total), Augmented(7)
+    trainer = trainer_class(
+        build("two_branch", dropout=dropout)[0],
+        arguments(directory, total=total, ranks=ranks, **more),
+        train_dataset=AugmentedStream(rows) if streams else rows,
+        eval_dataset=held_out,
+        data_collator=stack,
+        **given,
+    )
+    trainer.train(resume_from_checkpoint=directory + "/checkpoint-3" if resumes else None)
+    answer = {
+        "seen": rows.seen,
+        "held out": held_out.seen,
+        "losses": logged(trainer),
+        "evaluated": [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row],
+    }
+    if getattr(trainer, "engine", None) is not None:
+        trainer.engine.destroy()
+    return answer
+
+
+def augment_on_ranks(directory: str, config: dict[str, Any], streams: bool) -> dict[str, Any]:
+    """Return what `augmenting` answers without dropout, with it, and resumed."""
+    given = {"ranks": dist.get_world_size(), "config": config, "streams": streams}
+    answers = {
+        str(dropout): augmenting(GraphPipelineTrainer, f"{directory}/{dropout}", dropout=dropout, **given)
+        for dropout in (0.0, 0.3)
+    }
+    dist.barrier()
+    answers["resumed"] = augmenting(
+        GraphPipelineTrainer, f"{directory}/0.3", dropout=0.3, resumes=True, **given
+    )
+    return answers
 
 
 def evaluate_on_ranks(directory: str, config: dict[str, Any]) -> dict[str, Any]:

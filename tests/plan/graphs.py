@@ -315,6 +315,7 @@ def uneven_request(
                     forward_sum_bytes=rng.randint(1000, 5000),
                     backward_sums=rng.randint(1, 3),
                     backward_sum_bytes=rng.randint(1000, 5000),
+                    beside_share=len(sharding) / 5,
                 )
             )
     graph = BlockGraph(

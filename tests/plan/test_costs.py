@@ -72,7 +72,8 @@ def plain_times(request: PlanRequest, stage: Stage, local: float) -> dict[str, f
             ]
         backward = on_line(cost.samples, cost.backward_us, local) * share
         found["forward"] += on_line(cost.samples, cost.forward_us, local) * share + sums[0]
-        found["backward"] += backward + sums[1]
+        beside = 0.0 if shard is None else backward * (1 - cost.input_share) * shard.beside_share
+        found["backward"] += backward + max(sums[1] - beside, 0.0)
         found["input"] += backward * cost.split_factor * cost.input_share + sums[1]
         found["weight"] += backward * cost.split_factor * (1 - cost.input_share)
     return found

@@ -8,18 +8,21 @@ import pytest
 
 from gpp_plugin import api
 from gpp_plugin.cli import main
+from gpp_plugin.commands import simulate_command
 from gpp_plugin.commands.rehearse_command import format_rehearsal, rehearsal_figures
 from gpp_plugin.compare.compare_settings import GRAPH
 from gpp_plugin.compare.simulated import best_stock, simulate_mode, simulated_row, single_plan
-from gpp_plugin.errors import PlanError
+from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.plan import Alternative, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import dumps, fingerprint, loads
 from gpp_plugin.ir.step_cost import GATHERS, REDUCTIONS, TENSOR_SUMS
 from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.library.paper_graphs import MODELS
+from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.costs.estimate import evaluate_us, finished_plan, step_cost
 from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.plan_form import plan_of_envelope
+from gpp_plugin.plan.plan_form import plan_of_envelope, write_plan
 from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
 from gpp_plugin.report.plan_text import NO_COST, format_plan
@@ -311,6 +314,11 @@ def test_terms_are_what_a_step_takes_longer_with_each(made):
         assert parts[GATHERS] == 0
     if all(stage.tensor == 1 for stage in plan.stages):
         assert parts[TENSOR_SUMS] == 0
+    else:  # behind the weight gradients of a whole backward
+        (sums,) = (each for each in plan.cost.collectives if each.kind == TENSOR_SUMS)
+        assert 0 < sums.hidden_us < sums.total_us
+        printed = simulate_command._overlap(plan, api.simulate(plan), plan.cost.prices.cluster)["overlap"][-1]
+        assert (printed["kind"], printed["hidden_us"]) == (TENSOR_SUMS, sums.hidden_us)
     if len(plan.stages) == 1:
         assert parts["bubble"] == pytest.approx(0, abs=1e-6) and parts["messages"] == 0
     assert parts["compute"] > 0
@@ -342,6 +350,34 @@ def test_on_another_cluster_all_but_tasks_has_other_prices(name):
     )
     assert found == pytest.approx(expected, rel=2e-3) and found > plan.cost.step_us
     assert api.simulate(plan, own) == api.simulate(plan)
+
+
+SCHEDULES = ("auto", "1f1b", "2f2b", "3f3b", "gpipe", "greedy", "zero_bubble")
+DEVICES = (2, 4, 8, 16, 32, 64)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_plans_of_library_models_are_read_back_under_every_schedule(name, tmp_path):
+    """On 2 to 64 devices, as they are found and of as many stages as there may be; ZeRO 0 and 2 take turns."""
+    read, path = 0, tmp_path / "plan.json"
+    for devices in DEVICES[:3] if name == "amoebanet" else DEVICES:
+        for number, stages in enumerate(dict.fromkeys(("auto", min(devices, 8)))):
+            asked = api.make_request(
+                name, num_devices=devices, stages=stages, zero_stage=2 * number, mini_batch=4 * devices
+            )
+            try:
+                made = make_plan("graphpipe", asked)
+            except PlanInfeasible:
+                continue
+            for schedule in SCHEDULES:
+                try:
+                    plan = finished_plan(schedule_plan(made, asked, schedule=schedule), asked)
+                except PlanInfeasible:
+                    continue
+                write_plan(plan, path)
+                assert api.load_plan(path) == plan and plan.cost is not None, (devices, stages, schedule)
+                read += 1
+    assert read or name in ("llava_34b", "vl_72b", "vit22b_llama70b", "two_towers")
 
 
 def test_baselines_have_the_ledger_too():

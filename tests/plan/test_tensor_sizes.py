@@ -75,6 +75,16 @@ def test_a_block_takes_its_share_and_the_sums_of_its_tensor_ranks() -> None:
     assert backward == pytest.approx(240.0 + 2 * 2 * 3.0 + 16.0)
     whole = sum(costs.at_tensor(2).split_times([0], 2.0))
     assert whole == pytest.approx(backward)
+    # half of a backward's 240 us is of weights: a tenth of these hides 12 us of the sums, half all 28
+    for share, hidden in ((0.1, 12.0), (0.5, 28.0)):
+        own = dataclasses.replace(graph.sharding[0], beside_share=share)
+        beside = dataclasses.replace(graph, sharding=(own, *graph.sharding[1:]))
+        some = CostModel(beside, profile_of(beside), cluster).at_tensor(2)
+        assert some.stage_times([0], 2.0) == pytest.approx((forward, backward - hidden))
+        assert some.hidden_sums(2.0)[0] == pytest.approx(hidden)
+        assert sum(some.split_times([0], 2.0)) == pytest.approx(whole), (
+            "a first part makes no weight gradient"
+        )
     # parameters, gradients 1000 x (0.2 + 0.8 / 4), saved 100 x (0.5 + 0.5 / 4) a sample
     assert costs.at_tensor(4).stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 400 + 2 * 62.5
     assert costs.stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 1000 + 2 * 100

@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from gpp_benchmarks._emulated_graphs import branch_links, chain_links, emulated_plan, with_in_flight
 from gpp_plugin.cli import main
@@ -15,6 +17,7 @@ from gpp_plugin.rehearse.rehearsal import RehearsalSettings, predict_from, progr
 from gpp_plugin.rehearse.rehearsal_rank import RehearsalRank
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import lengthened
+from gpp_plugin.schedule.gathers import EARLY_BUCKET_ELEMENTS
 from gpp_plugin.schedule.orders.async_1f1b import asynchronous_in_flight, windows_of
 from gpp_plugin.schedule.program_sets import window_schedules
 from gpp_plugin.simulate.predict import num_windows, predict_iteration_us
@@ -110,6 +113,34 @@ def test_every_rank_runs_the_plans_tasks_in_order_at_their_times(plan, scale_byt
     for rank, held in peak_in_flight(timeline).items():
         assert held <= plan.stages[plan.stage_of_rank(rank)].in_flight or plan.stage_of_rank(rank) in frozen
     assert timeline.iteration_us >= predict_iteration_us(plan)
+
+
+def count_sums(plan, settings):
+    """Return how many sums of several numbers were begun, and how many waited for."""
+    rank = RehearsalRank(plan, settings)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as sums:
+        rank.run()
+    calls = [
+        each.kwargs.get("async_op", False)
+        for each in sums.mock_calls
+        if each.args and each.args[0].numel() > 1
+    ]
+    return calls.count(True), calls.count(False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "begun", "behind"),
+    [({}, 3, 0), ({"zero_stage": 1}, 0, 1), ({"bucket": 3}, 0, 1)],
+    ids=str,
+)
+def test_sums_begin_in_the_last_backward_where_the_runtime_has_them_there(changes, begun, behind):
+    """Three buckets of 4 Mi numbers, at a thousandth of their size: beside the last backward of ranks 0 and 1."""
+    changes = dict(changes)
+    num_bytes = 3 * 4 * EARLY_BUCKET_ELEMENTS // changes.pop("bucket", 1)
+    plan = with_all(plan_of("two ranks, then one", [(0, 1)], degrees={0: 2}), gradient_bytes=num_bytes)
+    settings, plan = RehearsalSettings(scale_bytes=0.001), dataclasses.replace(plan, **changes)
+    found = run_kept_ranks(count_sums, 3, plan, settings, timeout_s=60)
+    assert found == [(begun, behind), (begun, behind), (0, 0)]
 
 
 def test_programs_of_a_plan_are_those_the_engine_would_lower():

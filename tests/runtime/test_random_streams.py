@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
 from gpp_plugin.engine.checkpoints.save_checkpoint import random_state, restore_random_state
 from gpp_plugin.model.materialize import materialize_parameters
+from gpp_plugin.runtime.random_streams import (
+    OwnStreams,
+    are_same_on_host,
+    described_streams,
+    host_streams,
+    restored_host_streams,
+    set_host_streams,
+    streams_described,
+)
 from tests.models import build
 
 LAST = torch.device("cuda", 7)
@@ -96,3 +107,26 @@ def test_a_checkpoint_of_one_device_is_drawn_on_from_another(streams: CudaStream
         restore_random_state(torch.device("cpu"), saved)
         restore_random_state(LAST, saved)
     assert streams.states == {**dict.fromkeys(range(7), 0), 7: 103}
+
+
+def test_models_draw_on_from_generators_of_their_own_and_follow_the_programs_seeds() -> None:
+    def model(own: OwnStreams) -> list[float]:
+        with own.drawing(), own.drawing():
+            return [float(torch.rand(())), random.random(), float(np.random.rand())]
+
+    with restored_host_streams():
+        torch.manual_seed(5)
+        program = host_streams()
+        wanted = [[float(torch.rand(())), random.random(), float(np.random.rand())] for _ in range(3)]
+        set_host_streams(program)
+        own = OwnStreams(follows_seeds=True)
+        assert model(own) == wanted[0] and are_same_on_host(host_streams(), program)
+        loaded = torch.rand(2), random.random()  # what the program loads is not what the model draws
+        assert model(own) == wanted[1]
+        torch.manual_seed(5)
+        assert model(own)[0] == wanted[0][0], "seeded anew"
+        saved = own.now()
+        following = model(own)
+        own.state = streams_described(described_streams(saved))
+        own.continue_beside(program)
+        assert model(own) == following and len(loaded) == 2

@@ -234,6 +234,17 @@ def outdated(tags: Collection[str], *, keep_last: int | None, keep_every: int | 
     return [own[step] for step in old if keep_every is None or step % keep_every]
 
 
+def is_own_tag(tag: str) -> bool:
+    """Return whether a tag is as the engine makes it where none is given."""
+    return _OWN_TAG.match(tag) is not None
+
+
+def is_unfinished(name: str) -> bool:
+    """Return whether a directory's name is that of a save that did not finish."""
+    match = _SUFFIX.match(name)
+    return match is not None and match["kind"] == "tmp"
+
+
 # ---- owners of what is unfinished ------------------------------------------------------------------------
 
 BEAT_S = 6.0

@@ -17,8 +17,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import random
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -57,6 +55,13 @@ from gpp_plugin.engine.rank_engine import StageEngine
 from gpp_plugin.engine.stage_groups import is_shard
 from gpp_plugin.errors import CheckpointError, GppError
 from gpp_plugin.ir.serialize import dumps, escape_name, from_plain, to_plain
+from gpp_plugin.runtime.random_streams import (
+    MODEL_STREAMS,
+    HostStreams,
+    described_streams,
+    host_streams,
+    streams_described,
+)
 from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.job_board import job_board, shared_error
 
@@ -217,18 +222,10 @@ def _without_tensors(state: Mapping[str, Any], path: str) -> Any:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the states of the random generators of torch, Python and, where it is used, numpy."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": {"version": version, "words": torch.tensor(words), "gauss": gauss},
-    }
+    """Return the states of the generators that models draw from: torch's, Python's, numpy's, a CUDA device's."""
+    state = described_streams(MODEL_STREAMS.now())
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
-    if "numpy" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy"].random.get_state()
-        if kind == "MT19937":
-            state["numpy"] = {"words": torch.tensor([int(key) for key in keys]), "rest": rest}
     return state
 
 
@@ -238,22 +235,14 @@ def restore_random_state(device: torch.device, state: Mapping[str, Any], *, trie
     Args:
         tries: only look whether it can be, on generators of its own.
     """
-    facts: Mapping[str, Any] = dict(state["python"])
-    gauss = None if facts["gauss"] is None else float(facts["gauss"])
-    words = (facts["version"], tuple(facts["words"].tolist()), gauss)
-    (random.Random().setstate if tries else random.setstate)(words)
-    (torch.Generator().set_state if tries else torch.set_rng_state)(state["torch"])
-    if "cuda" in state and device.type == "cuda":
-        if tries:
+    streams = streams_described(state)
+    if tries:
+        if "cuda" in state and device.type == "cuda":
             torch.Generator(device).set_state(state["cuda"])
-        else:
-            torch.cuda.set_rng_state(state["cuda"], device)
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        keys = numpy.array(state["numpy"]["words"].tolist(), dtype="uint32")
-        if not 0 <= state["numpy"]["rest"][0] <= len(keys):  # which numpy does not look at
-            raise ValueError(f"numpy's generator has no place {state['numpy']['rest'][0]}")
-        generator = numpy.random.RandomState() if tries else numpy.random
-        generator.set_state(("MT19937", keys, *state["numpy"]["rest"]))
+        return
+    MODEL_STREAMS.state = streams
+    if "cuda" in state and device.type == "cuda":
+        torch.cuda.set_rng_state(state["cuda"], device)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------
@@ -329,6 +318,7 @@ def save_checkpoint(
     *,
     client_state: Mapping[str, Any] | None = None,
     data: Any = None,
+    program: HostStreams | None = None,
     options: SaveOptions | None = None,
     background: BackgroundSave | None = None,
 ) -> Path:
@@ -339,6 +329,7 @@ def save_checkpoint(
         directory: seen by all ranks.
         client_state: the user's, JSON and tensors, saved as rank 0 has it.
         data: the position in the data, saved as rank 0 has it.
+        program: the generators that the program draws from, saved as rank 0 has them; None: as they are.
         options: None: the defaults.
         background: writes it while training continues; None: it is written when this returns.
 
@@ -353,7 +344,11 @@ def save_checkpoint(
     # file is written whole and synced; rank 0 has written the manifest and renamed. Before the rename nobody reads it,
     # behind it the checkpoint is whole, so that a kill at any instant leaves the old or the new one.
     engine = stages[0]
-    shared = {"client_state": dict(client_state or {}), "data": data}
+    shared = {
+        "client_state": dict(client_state or {}),
+        "data": data,
+        "random": to_json(described_streams(program or host_streams()), path="random", tensors=None),
+    }
     prepared = _prepare(stages, Path(directory), tag, shared, options or SaveOptions())
     if background is not None:
         background.begin(prepared, engine.rank, dist.get_world_size())

@@ -40,6 +40,7 @@ from gpp_plugin.runtime.batches import (
     collect_mini_batch,
     collect_units,
     collect_whole_units,
+    join_batches,
     mini_batch_shapes,
     ones_among,
     shape_key,
@@ -167,9 +168,8 @@ class _Loading:
     Args:
         batch: where this rank reads inputs; ``error`` what prevented it.
         facts: a rank that failed (-1: none) and the number of the batch's shape, once ``work`` is done; then the
-            largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then whether
-            any rank drew random numbers of torch's as it loaded; then for each key whether any rank loaded anything but
-            ones.
+            largest checksum of a reading rank's shape, and minus the smallest; the same of the content; then for each
+            key whether any rank loaded anything but ones.
     """
 
     facts: Tensor
@@ -199,8 +199,6 @@ class BatchSource:
             for another one to begin the same call.
 
     Attributes:
-        draws: loading the first mini-batch drew random numbers on some rank, from the generator that dropout draws
-            from: prefetched, both would draw others.
         step: the step that mini-batches are for, in errors.
         refusal: why this rank will run no mini-batch now; raised in place of taking one, and reported like wrong data.
     """
@@ -242,12 +240,17 @@ class BatchSource:
         self._announced: OrderedDict[tuple[Any, ...], int] = OrderedDict()
         self._num_announced = 0
         self._shapes: dict[int, Batch] = {}
-        self._has_begun = False
         self._prefetches = prefetches
         self._prefetched: _Loading | None = None
-        self.draws = False
         self.step = 0
         self.refusal: Exception | None = None
+
+    def resize(self, mini_batch: int) -> None:
+        """Give mini-batches of so many samples from now on; shapes are announced anew."""
+        self.drop_prefetched()
+        self._mini_batch = mini_batch
+        self._announced.clear()
+        self._shapes.clear()
 
     def check_packing(self, sampler: Any) -> None:
         """Refuse units that were packed for mini-batches of another number of them.
@@ -284,16 +287,20 @@ class BatchSource:
         if self.refusal is not None:
             raise self.refusal
 
-    def take(self, iterator: Iterator[Any]) -> Batch:
-        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys."""
+    def take(self, iterator: Iterator[Any], count: int | None = None) -> Batch:
+        """Take one batch of any size from the user's iterator, or the units of a mini-batch, with whatever keys.
+
+        Args:
+            count: so many batches as one, or so many units.
+        """
         self._refuse()
         prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
-        # of units as many as there are, up to a mini-batch: an evaluation is of any number
-        first = collect_units(prepared, 1)
-        more = [check_batch(unit) for unit in itertools.islice(prepared, (self._units or 1) - 1)]
-        units = self.complete(first + more)
+        taken = collect_units(prepared, count or 1, "num_micro_batches")
         if self._units is None:
-            return units[0]
+            return self.complete(taken if len(taken) == 1 else [join_batches(taken)])[0]
+        if count is None:  # of units as many as there are, up to a mini-batch: an evaluation is of any number
+            taken += [check_batch(unit) for unit in itertools.islice(prepared, self._units - 1)]
+        units = self.complete(taken)
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)
@@ -311,7 +318,7 @@ class BatchSource:
         loading = self._prefetched or self._begin(iterator)
         self._prefetched = None
         batch = self._end(loading)
-        if self._prefetches and not self.draws:
+        if self._prefetches:
             self._prefetched = self._begin(iterator)
         return batch
 
@@ -373,13 +380,10 @@ class BatchSource:
 
     def _begin(self, iterator: Iterator[OwnRows | UnitBatch]) -> _Loading:
         """Load a mini-batch, and let the other ranks know."""
-        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * (1 + len(self.keys))))
-        before = None if self._has_begun else torch.get_rng_state()
-        self._has_begun, has_drawn = True, False
+        loading = _Loading(torch.tensor([-1, -1] + [_LEAST] * 4 + [0] * len(self.keys)))
         if self.reads_inputs:
             try:
                 batch = next(iterator)
-                has_drawn = before is not None and not torch.equal(before, torch.get_rng_state())
                 loading.batch = self._with_readings(batch) if isinstance(batch, UnitBatch) else batch
             except BaseException as caught:  # whatever it is: the other ranks must not wait for this one
                 loading.error = caught
@@ -397,7 +401,7 @@ class BatchSource:
             checksum = zlib.crc32(repr(key).encode())
             other = [int(name not in ones) for name in sorted(self.keys)]
             content = batch_checksum(loading.batch)
-            reported = [checksum, -checksum, content, -content, int(has_drawn), *other]
+            reported = [checksum, -checksum, content, -content, *other]
             loading.facts[2:] = torch.tensor(reported)
             if self.rank == self.source:
                 loading.facts[1] = self._number_of(key)
@@ -435,8 +439,7 @@ class BatchSource:
 
     def _learn_shape(self, loading: _Loading) -> Batch | None:
         """Return this rank's batch or its shape; one number a mini-batch travels, a new shape once."""
-        failed, index, largest, smallest, content, least, has_drawn, *others = loading.facts.tolist()
-        self.draws = self.draws or bool(has_drawn)
+        failed, index, largest, smallest, content, least, *others = loading.facts.tolist()
         batch = loading.batch
         if failed >= 0:
             raise self._failure_of(failed, loading.error)

@@ -15,7 +15,6 @@ import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -40,6 +39,7 @@ from gpp_plugin.runtime.batches import (
     collect_mini_batch,
     mini_batch_shapes,
 )
+from gpp_plugin.runtime.random_streams import restored_host_streams
 
 # Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
 #
@@ -111,9 +111,17 @@ def first_items(stream: Any, count: int) -> list[Any]:
 
 
 def sample_from_dataset(
-    dataset: Any, *, num_samples: int, collate_fn: Callable[[list[Any]], Any] | None
+    dataset: Any,
+    *,
+    num_samples: int,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    named: Callable[[Any], Any] = lambda batch: batch,
 ) -> Batch:
-    """Return one collated batch of the dataset's first samples, for capture and profiling."""
+    """Return one collated batch of the dataset's first samples, for capture and profiling.
+
+    Args:
+        named: makes a dict of what is collated.
+    """
     collate = collate_fn or default_collate
     if isinstance(dataset, PackedUnits):  # a unit as they will come
         items = [dataset.dataset[index] for index in dataset.typical_unit()]
@@ -123,7 +131,7 @@ def sample_from_dataset(
         items = [dataset[index] for index in range(min(num_samples, len(dataset)))]
     if not items:
         raise ConfigError("training_data is empty; capture needs at least one sample of it")
-    return check_batch(collate(items))
+    return check_batch(named(collate(items)))
 
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.
@@ -329,8 +337,14 @@ class ShareReader:
             return replace(arranged, checksum=batch_checksum(arranged))
         return self.share.keep_units(own_units)
 
-    def of_indices(self, dataset: Any, request: _Request, seed: int) -> OwnRows | UnitBatch:
-        """Return this rank's share of the mini-batch of some samples of a dataset."""
+    def of_indices(
+        self, dataset: Any, request: _Request, seed: int, *, is_whole: bool = False
+    ) -> OwnRows | UnitBatch:
+        """Return this rank's share of the mini-batch of some samples of a dataset.
+
+        Args:
+            is_whole: all samples are read, as one process does.
+        """
         share, indices = self.share, cast(Sequence[int], request.indices)
         items: dict[int, Any] = {}
 
@@ -340,7 +354,7 @@ class ShareReader:
             items.update(zip(missing, self._fetch(dataset, places, seed), strict=True))
 
         needs_whole = self.needs_whole or self.collate_fn is not None or self.unit is not None
-        if needs_whole or request.number == 0:
+        if needs_whole or is_whole or request.number == 0:
             fetch(range(len(indices)))
             return self.of_items([items[n] for n in range(len(indices))])
         checksum = zlib.crc32(repr(list(indices)).encode()) & 0xFFFFF
@@ -392,15 +406,25 @@ class ShareReader:
 
 
 class SharesOfDataset:
-    """A dataset whose items are a rank's shares of mini-batches, or what prevented their loading."""
+    """A dataset whose items are a rank's shares of mini-batches, or what prevented their loading.
+
+    Attributes:
+        is_whole: every rank reads all samples, as their random numbers depend on those read before.
+    """
 
     def __init__(self, dataset: Any, reader: ShareReader, seed: int) -> None:
         self._dataset, self._reader, self._seed = dataset, reader, seed
+        self.is_whole = False
 
     def __getitem__(self, request: _Request) -> OwnRows | UnitBatch | LoadFailure:
         reader = self._reader
-        read = reader.of_indices if reader.share.units is None else reader.of_units
-        return _guarded(lambda: read(self._dataset, request, self._seed), reader)
+
+        def load() -> OwnRows | UnitBatch:
+            if reader.share.units is not None:
+                return reader.of_units(self._dataset, request, self._seed)
+            return reader.of_indices(self._dataset, request, self._seed, is_whole=self.is_whole)
+
+        return _guarded(load, reader)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +464,7 @@ class SharesOfStream(IterableDataset[Any]):
     def __iter__(self) -> Iterator[PassedMiniBatch]:
         reader, dataset, begin = self._reader, cast(Any, self._items.dataset), self._begin
         items = self._lists()
-        with _undisturbed():  # what is only read again draws no numbers that dropout would have had
+        with restored_host_streams():  # what is only read again was drawn before
             if begin.state is not None:
                 dataset.load_state_dict(begin.state)
             for _ in range(begin.dropped):
@@ -515,8 +539,11 @@ def as_it_is(items: Any) -> Any:
 
 def _stacks(item: Any) -> bool:
     """Return whether torch's own collation makes of such items one row each, of one shape, or fails."""
-    return isinstance(item, Mapping) and all(
-        type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray)) for value in item.values()
+    if not isinstance(item, Mapping | list | tuple):
+        return False
+    return all(
+        type(value) in (int, float) or isinstance(value, (Tensor, np.ndarray))
+        for value in (item.values() if isinstance(item, Mapping) else item)
     )
 
 
@@ -526,15 +553,3 @@ def _seed_all(seed: int, place: int) -> None:
     torch.default_generator.manual_seed(number >> 1)
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Leave the process' random numbers as they were, whatever is drawn."""
-    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])

@@ -6,8 +6,10 @@ collation stacks tensors of one shape or fails: there a rank fetches its own sam
 shapes (`BatchSource`). The first mini-batch is loaded whole by every rank that reads any, and compared; from then
 on what is compared is its content where a rank has that anyway, else which samples it is of.
 
-With workers, random numbers that a dataset draws depend on the sample's place in the stream alone: a sample is the same
-on every rank, with any number of workers.
+What a dataset draws comes from generators of the loader's own, which begin as a reading rank's program has them at the
+first mini-batch. Where a dataset draws, each rank that reads inputs loads all samples in order, and so draws what
+one process draws. With workers these numbers depend on the sample's place in the stream alone: a sample is the same on
+every rank, with any number of workers.
 
 A loader has a position (`RowLoader.position`): a dataset with numbers continues there without loading what comes
 before, a stream by its own ``state_dict``, or by reading on.
@@ -22,6 +24,7 @@ import gc
 import logging
 import multiprocessing
 import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -54,6 +57,13 @@ from gpp_plugin.ir.serialize import from_plain
 from gpp_plugin.ir.tensors import merged_ranges
 from gpp_plugin.ir.typed_leaves import Bytes, Count, Index, OneOf
 from gpp_plugin.runtime.batches import OwnRows, UnitBatch
+from gpp_plugin.runtime.random_streams import (
+    HostStreams,
+    OwnStreams,
+    are_same_on_host,
+    described_streams,
+    streams_described,
+)
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 
 logger = logging.getLogger(__name__)
@@ -78,6 +88,7 @@ class _Position:
     samples: Bytes = 0
     passes: Index = 0
     draws: bool = False
+    random: Any = None
     generator: Any = None
     sampler: Any = None
     state: Any = None
@@ -119,6 +130,11 @@ def check_position(position: Any) -> None:
             torch.Generator().set_state(generator)
         for state in (found.sampler, found.state, *found.states):
             from_json(state, tensor=None)
+        _streams_of(found.random)
+
+
+def _streams_of(described: Any) -> HostStreams | None:
+    return None if described is None else streams_described(from_json(described, tensor=None))
 
 
 _MAX_PREFETCHED = 4
@@ -226,6 +242,11 @@ class RowLoader:
         if is_stream:
             self._begin = StreamPoint(state=stream_state(loader.dataset))
         self._points: list[EpochPoint] | list[StreamPoint] = []
+        self.streams = OwnStreams()
+        self._draws = False
+        self._shares: SharesOfDataset | None = None
+        # behind each of the last mini-batches, by how many there are
+        self._drawn: deque[tuple[int, HostStreams]] = deque(maxlen=_MAX_PREFETCHED + 1)
 
     def __iter__(self) -> RowLoader:
         return self
@@ -240,10 +261,12 @@ class RowLoader:
             raise RuntimeFailure(
                 f"rank {self._share.rank} loads no more: its engine was destroyed, or loading failed"
             )
-        if self._iterator is None:
-            self._iterator = _start(self._make_inner())
+        before = self.streams.now()
         try:
-            found = next(self._iterator)
+            with self.streams.drawing():
+                if self._iterator is None:
+                    self._iterator = _start(self._make_inner())
+                found = next(self._iterator)
         except (RuntimeError, OSError, EOFError) as error:  # what a dataset raises comes as a `LoadFailure`
             raise RuntimeFailure(
                 f"rank {self._share.rank}: a process that loads training_data is gone ({first_line(error)}); it may "
@@ -256,6 +279,12 @@ class RowLoader:
             raise found.kind(found.message)
         assert isinstance(found, (OwnRows, UnitBatch))
         self._taken += 1
+        if self._taken == 1:  # which every rank has loaded as a whole
+            self._draws = not are_same_on_host(before, self.streams.now())
+        if self._draws:
+            self._drawn.append((self._taken, self.streams.now()))
+            if self._shares is not None:
+                self._shares.is_whole = True
         # of the points remembered the first is the last one from which anything may still be trained
         while len(self._points) > 1 and self._points[1].mini_batches <= self._taken - _MAX_PREFETCHED:
             self._points.pop(0)
@@ -272,7 +301,13 @@ class RowLoader:
         passed = [point for point in self._points if point.mini_batches <= trained]
         point = passed[-1] if passed else self._begin
         units = self._share.units or 1
-        common = {"mini_batches": trained, "list_size": self.loader.batch_size}
+        drawn = next((streams for number, streams in self._drawn if number == trained), None)
+        common = {
+            "mini_batches": trained,
+            "list_size": self.loader.batch_size,
+            "draws": self._draws,
+            "random": drawn and to_json(described_streams(drawn), path="random", tensors=None),
+        }
         if isinstance(point, StreamPoint):
             state = to_json(point.state, path="the stream's state", tensors=None)
             passes = point.passes if state is not None else 0  # without a state it is read from its beginning
@@ -314,6 +349,11 @@ class RowLoader:
         self._end_iteration()
         self._begin, self._taken = begin, begin.mini_batches
         self._points.clear()
+        self._drawn.clear()
+        self._draws = bool(position.get("draws"))
+        if (drawn := _streams_of(position.get("random"))) is not None:
+            self.streams.state = drawn
+            self._drawn.append((self._taken, drawn))
 
     def _epoch_point(self, position: Mapping[str, Any]) -> EpochPoint:
         """Return where a position is in a dataset with numbers; of another dataset, its beginning."""
@@ -414,6 +454,7 @@ class RowLoader:
             assert isinstance(self._begin, StreamPoint)
             return DataLoader(SharesOfStream(loader, reader, begin=self._begin, seed=self._seed), **options)
         dataset: Any = SharesOfDataset(loader.dataset, reader, self._seed)
+        dataset.is_whole, self._shares = self._draws, dataset
         assert isinstance(self._begin, EpochPoint)
         order = EpochOrder(
             loader, self._share.units, begin=self._begin, began=cast(list[EpochPoint], self._points).append

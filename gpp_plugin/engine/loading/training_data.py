@@ -10,12 +10,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from gpp_plugin.capture.tracing.sample_batches import (
+    as_unit,
+    count_samples,
+    is_clearly_counted,
+    is_counted,
+    resize_batch,
+)
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.checkpoints.checkpoint_files import from_json, to_json
-from gpp_plugin.engine.loading.batch_source import BatchSource
+from gpp_plugin.engine.loading.batch_source import BatchSource, check_count, inputs_of, ranks_that_read
 from gpp_plugin.engine.loading.row_loader import EXTERNAL, RowLoader, check_position, trying_position
 from gpp_plugin.errors import CheckpointError, ConfigError, GppError
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.model.model_source import ModelSource
+from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
+from gpp_plugin.runtime.batches import Batch, num_elements
+from gpp_plugin.runtime.random_streams import HostStreams, host_streams
+from gpp_plugin.runtime.rank_programs import plan_of_units
 from gpp_plugin.runtime.ranks.failure_board import HERE
+from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
+from gpp_plugin.runtime.stage_module import Reference
 
 LOADING = "loading data"
 """Where a rank is in the meantime, to the others."""
@@ -133,6 +148,7 @@ class TrainingData:
         self._external: Any = None
         self._repeats = False
         self._state_before: Any = None
+        self._streams_before: HostStreams | None = None
         self._pending: Mapping[str, Any] | None = None
         self._is_unplaced = False  # a checkpoint without a position was loaded, and no rank reported so
 
@@ -152,6 +168,7 @@ class TrainingData:
         self._batch_source.step = step
         self._batch_source.refusal = refusal
         taken = self._taken.pop(self._source(data_iter)) if refusal is None else None
+        self._streams_before = None
         if data_iter is None:
             self._state_before = None
         if data_iter is None and self._own is not None:  # whose ranks agree as they load
@@ -161,18 +178,20 @@ class TrainingData:
         return self._agreed(lambda: self._take(data_iter) if taken is None else _result(taken), compares=True)
 
     @HERE.during(LOADING)
-    def take(self, data_iter: Iterator[Any], *, refusal: Exception | None = None) -> Batch:
+    def take(
+        self, data_iter: Iterator[Any], *, count: int | None = None, refusal: Exception | None = None
+    ) -> Batch:
         """Return a batch to evaluate, of any size and keys; collective.
 
         Args:
-            refusal: as of `next`.
+            count, refusal: as of `BatchSource.take` and `next`.
 
         Raises:
             ConfigError: it is no batch.
             StopIteration: ``data_iter`` ended, here or on another rank.
         """
         self._batch_source.refusal = refusal
-        return self._agreed(lambda: self._batch_source.take(data_iter), compares=False)
+        return self._agreed(lambda: self._batch_source.take(data_iter, count), compares=False)
 
     def _agreed(self, take: Callable[[], Batch], *, compares: bool) -> Batch:
         """Return what every rank could take; collective; raises as of `BatchSource.agree`."""
@@ -192,12 +211,12 @@ class TrainingData:
         An error is stored for `next` to raise: the mini-batch before it is trained on all the same.
         """
         source = self._source(data_iter)
-        is_own = source is self._own
-        if source is None or (self._batch_source.draws if is_own else not self._peeks_at_iterators):
+        if source is None or not (source is self._own or self._peeks_at_iterators):
             return None
         taken = self._taken.place_for(source)
         if taken is None:
             return None
+        self._streams_before = host_streams()
         if source is self._iterator:
             self._state_before = self._external_state()
         try:
@@ -222,6 +241,11 @@ class TrainingData:
                 )
             return self._batch_source.collect(self._iterator)
         try:
+            if self._own.streams.state is None:
+                source = self._batch_source.source
+                self._own.streams.state = self._batch_source.collectives.broadcast(
+                    host_streams(), source=source, what="the generators that loading draws from"
+                )
             return self._batch_source.load(self._own)
         except BaseException:
             self.close()
@@ -241,6 +265,30 @@ class TrainingData:
         """Read ``iterator``, the same batches on every rank."""
         self._use(iterator, repeats=False)
 
+    def resize(self, mini_batch: int, make_own: Callable[[], RowLoader]) -> None:
+        """Give mini-batches of so many samples from now on, which continue where training is; collective.
+
+        Args:
+            make_own: makes the share of ``training_data`` that this rank has of them; called where there is one.
+
+        Raises:
+            ConfigError: one of the old size is taken of a caller's iterator.
+        """
+        if self._own is None and self._taken:
+            raise ConfigError(
+                "set_train_batch_size: a mini-batch is prefetched from the iterator already; set "
+                "graph_pipeline.frozen_prefetch to 0"
+            )
+        if (before := self._own) is None:
+            self._batch_source.resize(mini_batch)
+            return
+        position = self.position()
+        before.close()
+        self._own = make_own()
+        self._own.batch_fn, self.loader = before.batch_fn, self._own.loader
+        self._batch_source.resize(mini_batch)
+        self.restore(position)
+
     def _use(self, data_iter: Any, *, repeats: bool) -> None:
         self.close()
         self._taken.pop(self._source(None))
@@ -253,6 +301,10 @@ class TrainingData:
 
     # ---- where training is in the data -------------------------------------------------------------
 
+    def program_streams(self) -> HostStreams:
+        """Return the generators of the program as they were behind the last mini-batch that `next` has returned."""
+        return self._streams_before or host_streams()
+
     def position(self) -> dict[str, Any] | None:
         """Return where training is in the data, in JSON values, the same on every rank; collective.
 
@@ -262,7 +314,7 @@ class TrainingData:
         if (loader := self._own) is not None:
             source, own = self._batch_source, None
             if source.rank == source.source:
-                own = self._attempt(lambda: {**loader.position(self._num_returned), "draws": source.draws})
+                own = self._attempt(lambda: loader.position(self._num_returned))
             shared: dict[str, Any] | None = source.collectives.broadcast(
                 own, source=source.source, what="the position in the data"
             )
@@ -328,7 +380,6 @@ class TrainingData:
             self._batch_source.drop_prefetched()
             self._own.restore(position, warns=warns)
             self._num_returned = position["mini_batches"]
-            self._batch_source.draws = self._batch_source.draws or bool(position.get("draws"))
         else:
             self._pending = position
             if self._external is not None:  # else it is for the loader that will be set
@@ -408,3 +459,59 @@ def repeat(loader: Iterable[Any], *, is_resumed: bool = False) -> Iterator[Any]:
             yield batch
         if empty:
             raise ConfigError("the data loader yields no batches; its dataset is smaller than one mini-batch")
+
+
+def sample_unit(batch: Batch, source: ModelSource, config: GraphPipelineConfig, setting: Setting) -> Batch:
+    """Return one unit of a sample batch, as the plan is made for it.
+
+    Raises:
+        ConfigError: its entries do not say how many samples it holds, and samples are counted.
+    """
+    unit, is_whole = setting.sizes.loss_unit, False
+    if config.units is None:  # what has no count of samples is refused when it is known why
+        check_count(batch, sizes=(unit, setting.sizes.mini_batch))
+    elif is_counted(batch):
+        # a graph of 12 nodes and two rows of edges: nothing of it is to be repeated or cut
+        is_whole = count_samples(batch) != unit and not is_clearly_counted(batch)
+        batch = batch if is_whole else resize_batch(batch, unit)
+    (batch,) = source.complete_batches([batch])
+    return as_unit(batch, unit) if is_whole else batch
+
+
+def make_batch_source(
+    source: ModelSource,
+    plan: PipelinePlan,
+    reference: Reference,
+    sample_batch: Batch,
+    *,
+    config: GraphPipelineConfig,
+    setting: Setting,
+    timeout_s: float,
+) -> BatchSource:
+    """Return what gives a rank its mini-batches: the ranks that read none learn shapes from one that does.
+
+    Args:
+        sample_batch: what the model was captured with.
+        timeout_s: how long ranks wait for others' data.
+    """
+    order: UnitOrder | None = None
+    if config.units is not None and config.unit_order == "balanced":
+        costs = unit_costs(plan, reference.block_graph, num_elements(sample_batch))
+        order = UnitOrder(plan_of_units(plan), costs)
+    reading = ranks_that_read(plan, reference.block_graph)
+    return BatchSource(
+        prepare=source.prepare_batch,
+        complete=source.complete_batches,
+        mini_batch=plan.mini_batch,
+        units=config.units,
+        order=order,
+        reads_inputs=setting.rank in reading,
+        source=min(reading),
+        all_read=len(reading) == setting.num_ranks,
+        group=setting.group,
+        keys=sample_batch,
+        inputs=inputs_of(sample_batch),
+        timeout_s=timeout_s,
+        rule=source.unit_rule(reference),
+        prefetches=config.mode == "async",
+    )

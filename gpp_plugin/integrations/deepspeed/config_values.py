@@ -29,9 +29,7 @@ from deepspeed.utils import logger as deepspeed_logger
 from pydantic import BaseModel, ValidationError
 
 from gpp_plugin.config.block import BLOCK
-from gpp_plugin.engine.framework import StepSettings
-from gpp_plugin.errors import ConfigError
-from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
+from gpp_plugin.config.deepspeed_keys import (
     FREE,
     KEYS,
     REFUSED_OPTIMIZERS,
@@ -39,8 +37,11 @@ from gpp_plugin.integrations.deepspeed.deepspeed_keys import (
     VALUES,
     KeyVerdict,
     configured_keys,
+    home_of,
     names_in,
 )
+from gpp_plugin.engine.framework import StepSettings
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.huggingface.model_inputs import guilty_key
 from gpp_plugin.ir.typed_leaves import Range, WrongLeaf, nearest_key, reader_of, show
 
@@ -126,7 +127,9 @@ def check_values(config: Mapping[str, Any]) -> None:
         block, _, name = path.rpartition(".")
         known = names_in(block)
         near = [] if name in known else difflib.get_close_matches(name[:100].lower(), known, 1, _LIKENESS)
-        if near:
+        if near and (home := home_of(name)):
+            lines.append(f"{path}: unknown key, and DeepSpeed would ignore it; write {home}")
+        elif near:
             lines.append(f"{path}: unknown key, and DeepSpeed would ignore it; did you mean {near[0]!r}?")
         if names_in(path) and not isinstance(value, Mapping) and value is not None:
             if value is not False or path in {key[0] for key in _VALUES}:
@@ -326,8 +329,10 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
         key = KEYS.get(path)
         if key is None:
             if path != BLOCK and path.rpartition(".")[0] not in FREE:
+                home = home_of(path.rpartition(".")[2])
                 warnings.append(
                     f"{path}: is no key that DeepSpeed {deepspeed.__version__} reads; it has no effect"
+                    + (f": write {home}" if home else "")
                 )
         elif key.verdict is KeyVerdict.NO_EFFECT and key.is_requested(value):
             if key.warns:

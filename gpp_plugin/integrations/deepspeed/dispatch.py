@@ -33,8 +33,9 @@ from gpp_plugin.capture.tracing.sample_batches import count_samples, is_counted,
 from gpp_plugin.config.block import BLOCK, GraphPipelineConfig
 from gpp_plugin.config.reader import batch_arithmetic, check_ranks, load_deepspeed_json, read_config
 from gpp_plugin.data import PackedUnits
+from gpp_plugin.engine.compatibility import PipelineSurface
 from gpp_plugin.engine.engine import GraphPipelineEngine
-from gpp_plugin.engine.framework import StageReplica, WriteEvents
+from gpp_plugin.engine.framework import Monitor, StageReplica
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.import_hook import original_initialize
@@ -56,11 +57,11 @@ from gpp_plugin.integrations.deepspeed.stage_optimizer import (
 )
 from gpp_plugin.integrations.deepspeed.stock_training import make_stock_engine
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.graph.stage_graph import StageGraph, prepare_batch
+from gpp_plugin.model.graph.stage_graph import StageGraph, named_batch, prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
-from gpp_plugin.runtime.batches import Batch
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, restored_host_streams
 from gpp_plugin.runtime.ranks.agreement import agree_on_job
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.job_board import engine_call
@@ -80,7 +81,7 @@ class GraphPipelineModule(nn.Module):
 
     Args:
         model: any module whose output has a loss, or a graph of stages.
-        sample_batch: one batch as the model will get them; any number of samples.
+        sample_batch: one batch as the model will get them; any number of samples. A tuple is as in ``model(*batch)``.
         config: the DeepSpeed configuration, where `deepspeed.initialize` has none.
     """
 
@@ -88,12 +89,12 @@ class GraphPipelineModule(nn.Module):
         self,
         model: nn.Module | StageGraph,
         *,
-        sample_batch: Mapping[str, Any],
+        sample_batch: Mapping[str, Any] | Sequence[Any],
         config: Mapping[str, Any] | str | None = None,
     ) -> None:
         super().__init__()
         self.model = model
-        self.sample_batch = dict(sample_batch)
+        self.sample_batch = dict(sample_batch) if isinstance(sample_batch, Mapping) else sample_batch
         self.config = config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -183,14 +184,16 @@ def _initialize_watched(ds_config: Any, block: GraphPipelineConfig, call: Mappin
         with telling_before_joining(), HERE.during("configuration"):
             reading = read_deepspeed(load_deepspeed_json(ds_config))
             checked = _checked_arguments(reading.config, block, call)
-        return _initialize(*checked, call, reading)
+        MODEL_STREAMS.state = None  # a new engine's model draws on from where the program is
+        with restored_host_streams():
+            return _initialize(*checked, call, reading)
 
 
 def _initialize(
     ds_config: dict[str, Any],
     block: GraphPipelineConfig,
     model: Any,
-    sample: Batch | None,
+    sample: Any,
     call: Mapping[str, Any],
     reading: DeepSpeedReading,
 ) -> Any:
@@ -208,9 +211,12 @@ def _initialize(
     if sample is None:
         sizes = setting.sizes
         count = sizes.mini_batch if block.units is None else sizes.loss_unit
-        sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn)
+        named = functools.partial(named_batch, model)
+        sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn, named=named)
         if not is_counted(sample):  # of a model that takes whole units; what is captured is one of them
-            sample = sample_from_dataset(data, num_samples=sizes.loss_unit, collate_fn=collate_fn)
+            sample = sample_from_dataset(
+                data, num_samples=sizes.loss_unit, collate_fn=collate_fn, named=named
+            )
     sample = prepare_batch(model, sample)
     if block.lengths is not None:
         if block.planner == STOCK:
@@ -266,7 +272,7 @@ def _initialize(
 
 def _checked_arguments(
     ds_config: dict[str, Any], block: GraphPipelineConfig, call: Mapping[str, Any]
-) -> tuple[dict[str, Any], GraphPipelineConfig, Any, Batch | None]:
+) -> tuple[dict[str, Any], GraphPipelineConfig, Any, Any]:
     """Return configuration, model and sample batch, as a rank has them before it joins the others.
 
     Raises:
@@ -275,6 +281,8 @@ def _checked_arguments(
     model = call.get("model")
     if not isinstance(model, (nn.Module, StageGraph)):
         raise ConfigError(f"deepspeed.initialize: model is a {type(model).__name__}, not a torch.nn.Module")
+    if isinstance(model, PipelineSurface):
+        raise ConfigError("deepspeed.initialize: model is an engine already; pass the model it was made of")
     if isinstance(model, PipelineModule):
         raise ConfigError(
             "graph_pipeline: the model is a stock PipelineModule, already cut into layers; pass the plain model, "
@@ -285,7 +293,7 @@ def _checked_arguments(
             raise ConfigError(
                 f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
             )
-    sample: Batch | None = None
+    sample: Any = None
     if isinstance(model, GraphPipelineModule):
         sample = model.sample_batch
         model = model.model
@@ -419,14 +427,14 @@ class DeepSpeedFramework:
         """Return a stage's optimizer, with a stock engine behind it where the stage trains anything."""
         return DeepSpeedOptimizer(module, replica, config=self._ds_config, **self.optimizer_options)
 
-    def make_monitor(self) -> WriteEvents | None:
+    def make_monitor(self) -> Monitor:
         """Return what writes to DeepSpeed's monitors: TensorBoard, CSV, Weights & Biases, Comet.
 
         Raises:
             ConfigError: one that is enabled is not installed.
         """
         try:
-            monitor = MonitorMaster(get_monitor_config(dict(self._ds_config)))
+            return MonitorMaster(get_monitor_config(dict(self._ds_config)))  # type: ignore[no-any-return]
         except ImportError as error:
             name = error.name or "a package"
             raise ConfigError(
@@ -438,7 +446,6 @@ class DeepSpeedFramework:
                 f"a monitor of the configuration cannot be made: {first_line(error)}; mend what it needs, or set its "
                 '"enabled" to false'
             ) from error
-        return monitor.write_events if monitor.enabled else None
 
 
 def _make_setting(

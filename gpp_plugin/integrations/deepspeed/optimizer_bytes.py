@@ -12,10 +12,13 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,10 +26,14 @@ import torch.distributed as dist
 from deepspeed.git_version_info import installed_ops
 from deepspeed.ops.op_builder import builder
 from deepspeed.ops.op_builder.fused_adam import FusedAdamBuilder
+from torch.utils import cpp_extension
 
 from gpp_plugin.errors import ConfigError, first_line
 from gpp_plugin.integrations.deepspeed.config_values import StageConfig, torch_adam_params
+from gpp_plugin.report.progress import step
 from gpp_plugin.runtime.ranks.collectives import exchange
+
+logger = logging.getLogger(__name__)
 
 # Which implementation of Adam a DeepSpeed configuration gets: DeepSpeed's own is compiled where it is first used.
 #
@@ -63,6 +70,31 @@ def why_no_fused_adam() -> str:
         except (ValueError, RuntimeError):
             return f"its builder cannot read TORCH_CUDA_ARCH_LIST={named!r}; plain numbers such as 9.0 it can"
     return ""
+
+
+@contextmanager
+def saying_what_compiles() -> Iterator[None]:
+    """Say of each operator that DeepSpeed compiles within the block that it does, before; it takes minutes."""
+    original = builder.OpBuilder.jit_load
+
+    def jit_load(self: Any, *args: Any, **kwargs: Any) -> Any:
+        folder = Path(cpp_extension._get_build_directory(self.name, False))
+        # one of the ranks of a host compiles, and holds the lock; the others wait for it
+        if (folder / f"{self.name}.so").exists() or (folder / "lock").exists():
+            return original(self, *args, **kwargs)
+        logger.warning(
+            "DeepSpeed compiles its operator %s for the optimizer, which may take minutes; later jobs find it in %s",
+            self.name,
+            folder,
+        )
+        with step(f"compile DeepSpeed's {self.name}"):
+            return original(self, *args, **kwargs)
+
+    builder.OpBuilder.jit_load = jit_load
+    try:
+        yield
+    finally:
+        builder.OpBuilder.jit_load = original
 
 
 def with_usable_adam(

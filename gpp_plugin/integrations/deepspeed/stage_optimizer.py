@@ -39,6 +39,7 @@ from gpp_plugin.integrations.deepspeed.learning_rates import (
     StageParameterGroups,
 )
 from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights, require_attributes
+from gpp_plugin.integrations.deepspeed.optimizer_bytes import saying_what_compiles
 from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 logger = logging.getLogger(__name__)
@@ -319,16 +320,17 @@ def _make_inner_engine(
         device: the rank's.
     """
     require_attributes(DeepSpeedEngine, "_broadcast_model")
-    engine = _InnerEngine(
-        args=device_arguments(device),
-        model=module,
-        optimizer=optimizer,
-        model_parameters=parameters,
-        mpu=mpu,
-        config=settings,
-        config_class=DeepSpeedConfig(settings, mpu),
-        dont_change_device=True,
-    )
+    with saying_what_compiles():
+        engine = _InnerEngine(
+            args=device_arguments(device),
+            model=module,
+            optimizer=optimizer,
+            model_parameters=parameters,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+            dont_change_device=True,
+        )
     require_attributes(engine, "module_forward_pre_hook", "module_forward_post_hook")
     # Its timers and counters belong to its own forward; the runtime calls the module many times a step.
     engine.module_forward_pre_hook.remove()

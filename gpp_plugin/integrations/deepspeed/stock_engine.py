@@ -29,6 +29,7 @@ from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.capture.tracing.sample_batches import count_samples, resize_batch
 from gpp_plugin.config.block import GraphPipelineConfig
+from gpp_plugin.engine.compatibility import check_directory
 from gpp_plugin.engine.loading.batch_source import LOADING_TIMEOUT_S, BatchSource
 from gpp_plugin.engine.loading.row_loader import RowLoader
 from gpp_plugin.engine.loading.training_data import TrainingData
@@ -46,6 +47,7 @@ from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.model.preparation import Setting
 from gpp_plugin.plan.baselines.stock_chain import STOCK, ChainStage, Cut, linearise
 from gpp_plugin.runtime.batches import Batch, InputLink, InputRows, ones_among, shape_key
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS
 from gpp_plugin.runtime.rank_programs import evaluation_plan, held_tensors
 from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.recorder import start_clock
@@ -413,7 +415,7 @@ class StockPipelineEngine(PipelineEngine):
         clock = start_clock(self._collectives) if self.record_timelines else None
         self._events = [] if clock is not None else None
         try:
-            with rows:
+            with MODEL_STREAMS.drawing(), rows:
                 loss: Tensor = super().train_batch()
         except BaseException:  # messages may be under way: nothing more will be trained on
             self._data.close()
@@ -459,7 +461,7 @@ class StockPipelineEngine(PipelineEngine):
         runner = self._evaluation_runner(batch)
         code = self._use(runner, batch)
         count = samples // size
-        with runner.micro_batches(batch, code, count) as rows:
+        with MODEL_STREAMS.drawing(), runner.micro_batches(batch, code, count) as rows:
             rows_iterator = BoundIterator(self._layer, rows)
             return super().eval_batch(rows_iterator, bcast_loss=bcast_loss, num_micro_batches=count)
 
@@ -485,6 +487,7 @@ class StockPipelineEngine(PipelineEngine):
 
     def save_pretrained(self, save_directory: str | Path) -> None:
         """Write the model as HuggingFace files, as `GraphPipelineEngine.save_pretrained` does."""
+        check_directory("save_pretrained", save_directory)
         # The layer computes with one-dimensional scalars, as DeepSpeed needs them; `named_values` turns them back.
         persistent = {p.name for p in self._runner.reference.analysis.op_graph.parameters if p.is_persistent}
         state = {n: t.detach() for n, t in self._layer.named_values().items() if n in persistent}

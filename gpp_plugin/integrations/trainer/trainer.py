@@ -16,52 +16,69 @@ Tests: tests/integrations/test_trainer.py, tests/soak/generation.py
 
 from __future__ import annotations
 
-import ast
 import copy
+import functools
 import inspect
 import logging
 import os
-import random
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import deepspeed
-import numpy as np
 import torch
+from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_utils import seed_worker
 from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
-from gpp_plugin.config.reader import load_deepspeed_json
+from gpp_plugin.config.reader import load_deepspeed_json, read_config
 from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.trainer.trainer_config import (
     StreamLoader,
     WholeSteps,
+    add_noise,
     as_one_process,
     check_known_ranks,
+    check_length,
+    divides_by_items,
     engine_config,
+    mini_batch_of,
+    multiply_loss,
     pads_to_longest,
+    return_loss_of,
     settle_zero,
+    tensor_outputs,
     why_no_units,
+    with_arguments,
+)
+from gpp_plugin.runtime.random_streams import (
+    HostStreams,
+    described_streams,
+    host_streams,
+    restored_host_streams,
+    set_host_streams,
+    streams_described,
 )
 
 logger = logging.getLogger(__name__)
 
-_REFUSED = {
-    "label_smoothing_factor": (0, 0.0),
-    "neftune_noise_alpha": (None,),
-    "auto_find_batch_size": (False,),
-    "torch_compile": (False,),
-    "use_liger_kernel": (False,),
-    "fp16_full_eval": (False,),
-    "bf16_full_eval": (False,),
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "auto_find_batch_size": (
+        (False,),
+        "remove it, and lower per_device_train_batch_size; the plan says what fits, and recomputes where it must",
+    ),
+    "use_liger_kernel": ((False,), 'remove it; "compile": true in the graph_pipeline block fuses operators'),
+    "fp16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
+    "bf16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
 }
-"""Arguments that change the model or its loss outside of what is captured, and the values that do not."""
+"""Arguments that change the model outside of what is captured, the values that do not, and what to do instead."""
 _UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
 """What a subclass of Trainer may override, and this one does not call."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
@@ -78,8 +95,8 @@ class GraphPipelineTrainer(Trainer):
     Args:
         config: the DeepSpeed configuration with a ``graph_pipeline`` block, a dict or a file; None:
             ``TrainingArguments.deepspeed``, or the defaults where that is missing too.
-        prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: ``logits``, or of a model
-            like CLIP ``logits_per_image`` and ``logits_per_text``.
+        prediction_outputs: what `evaluate` and `predict` gather of the model's outputs; None: all that are tensors, but
+            for the loss and what the model's configuration ignores.
         passed: as of Trainer.
 
     Raises:
@@ -102,33 +119,66 @@ class GraphPipelineTrainer(Trainer):
             raise ConfigError(
                 "GraphPipelineTrainer: args is missing; pass transformers.TrainingArguments(...)"
             )
-        _check_arguments(args)
         check_known_ranks(args)
-        self._user_config = load_deepspeed_json(config or args.deepspeed or {BLOCK: {}})
         self._num_ranks = max(int(args.world_size), 1)
+        own = _one_process_arguments(args, self._num_ranks)
+        self._user_config = with_arguments(load_deepspeed_json(config or args.deepspeed or {BLOCK: {}}), args)
         self._user_args = args
         self._engine: Any = None
         self._units: int | None = None
         self._has_trained = self._has_schedule = False
         self._buffered: list[Any] = []
-        self._random_states: tuple[Any, ...] | None = None
+        self._random_states: HostStreams | None = None
+        self._whole_steps: WholeSteps | None = None
         self._prediction_outputs = prediction_outputs
-        super().__init__(model, _one_process_arguments(args, self._num_ranks), *positional, **passed)
+        # before Trainer's constructor: those of others, which call it, prepare whole datasets
+        _check_arguments(args)
+        self._check_calls(model, own, *positional, **passed)
+        super().__init__(model, own, *positional, **passed)
+        self._num_parameters = 0
+        if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+
+    def _check_calls(self, model: Any, own: Any, *positional: Any, **passed: Any) -> None:
+        """Refuse what the rest of the arguments, or the class, would have Trainer do, and what the engine would refuse.
+
+        Raises:
+            ConfigError: names it, and what to do instead.
+        """
         for name in _UNCALLED:
             if getattr(type(self), name) is not getattr(Trainer, name):
                 raise ConfigError(
                     f"{type(self).__name__}.{name} would not be called: a pipeline's stages compute the loss and own "
-                    "optimizer and schedule; return the loss from the model's forward, and give others by "
-                    "create_optimizer and create_scheduler"
+                    "optimizer and schedule; return the loss from the model's forward or by compute_loss_func, and "
+                    "give others by create_optimizer and create_scheduler"
                 )
-        if self.compute_loss_func is not None:
-            raise ConfigError(
-                "GraphPipelineTrainer: compute_loss_func is outside of the model, whose loss the stages compute; "
-                "return the loss from its forward"
-            )
-        self._num_parameters = 0
-        if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
-            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        config = engine_config(
+            self._user_config,
+            own,
+            mini_batch=mini_batch_of(own),
+            units=None,
+            counts_tokens=False,
+            max_steps=0,
+        )
+        read_config(config)
+        read_deepspeed(config)
+        try:
+            given = inspect.signature(Trainer.__init__).bind_partial(self, model, own, *positional, **passed)
+        except TypeError:  # another constructor is before Trainer's
+            return
+        _, schedule = given.arguments.get("optimizers") or (None, None)
+        if not isinstance(config.get("scheduler"), Mapping):
+            if own.lr_scheduler_type in _METRIC_SCHEDULES:
+                raise ConfigError(
+                    f"lr_scheduler_type: {own.lr_scheduler_type!s} follows a metric; choose one of steps, e.g. "
+                    "'linear'"
+                )
+            if schedule is not None:
+                raise ConfigError(
+                    "optimizers: the scheduler is bound to an optimizer of the whole model; pass None for it and set "
+                    "lr_scheduler_type, or subclass create_scheduler"
+                )
+        check_length(given.arguments.get("train_dataset"), own)
 
     @property
     def engine(self) -> Any:
@@ -181,26 +231,19 @@ class GraphPipelineTrainer(Trainer):
         options["persistent_workers"] = args.dataloader_persistent_workers
         sampler: Any = sampler_fn(dataset) if sampler_fn is not None else None
         if is_training:
-            if len(dataset) < self._mini_batch:
-                raise ConfigError(
-                    f"train_dataset has {len(dataset)} samples, fewer than a mini-batch of {self._mini_batch} "
-                    f"(per_device_train_batch_size {batch_size} x {args.gradient_accumulation_steps} batches); lower "
-                    "them"
-                )
+            check_length(dataset, args)
             step = args.gradient_accumulation_steps
             whole = WholeSteps(sampler, batch_size, step=step)
-            loader = DataLoader(dataset, batch_sampler=whole, collate_fn=collate, **options)
+            seeds = functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
+            loader = DataLoader(
+                dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=seeds, **options
+            )
         else:
             options["drop_last"] = args.dataloader_drop_last
             loader = DataLoader(
                 dataset, batch_size=batch_size, sampler=sampler, collate_fn=collate, **options
             )
         return as_one_process(loader, data_seed=args.data_seed)
-
-    @property
-    def _mini_batch(self) -> int:
-        """Return the samples of an optimizer step; the arguments' accumulation is that of one process already."""
-        return int(self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps)
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> Any:
         """Return the batches of a mini-batch, none where fewer are left, and no count: the engine makes its own."""
@@ -223,27 +266,53 @@ class GraphPipelineTrainer(Trainer):
         """
         if self._engine is not None:
             return self._engine
-        states = _random_states()
         count = self.args.per_device_train_batch_size
-        sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
-        counts_tokens = _divides_by_items(self.model) and "labels" in sample
+        with restored_host_streams():
+            sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+        if self._prediction_outputs is None and not self.args.prediction_loss_only:
+            self._prediction_outputs = tensor_outputs(self.model, sample)
+        counts_tokens = self._settle_loss(sample, is_training=max_steps > 0)
         sizes: dict[str, Any] = {
-            "mini_batch": self._mini_batch,
+            "mini_batch": mini_batch_of(self.args),
             "counts_tokens": counts_tokens,
             "max_steps": max_steps,
         }
         if max_steps and self._units is None:
-            self._units = self._units_of(loader, sizes)
+            with restored_host_streams():
+                self._units = self._units_of(loader, sizes)
         config = engine_config(self._user_config, self._user_args, units=self._units, **sizes)
         self._units = config[BLOCK].get("units")
         self._has_schedule = max_steps > 0
         more = self._recipes(config, max_steps) if self._has_schedule else {}
-        _set_random_states(states)
         self.model.train()  # as Trainer calls it before each step: a model that overrides it has its say
         self._engine = deepspeed.initialize(
             model=GraphPipelineModule(self.model, sample_batch=sample), config=config, **more
         )[0]
         return self._engine
+
+    def _settle_loss(self, sample: Mapping[str, Any], *, is_training: bool) -> bool:
+        """Let the model's forward return the loss that Trainer computes; return whether it is a mean over tokens.
+
+        Trainer passes the labelled tokens of a step, and then adds up the losses of its batches: a loss that is not
+        divided by them is so many times as large.
+        """
+        loss_of = self.compute_loss_func
+        if loss_of is None and (smoother := self.label_smoother) is not None:
+            base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+            shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+            loss_of = functools.partial(smoother, **({"shift_labels": True} if shifts else {}))
+        accepts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        if loss_of is not None:
+            return_loss_of(self.model, loss_of, counts=accepts)
+        if (alpha := self._user_args.neftune_noise_alpha) is not None:
+            add_noise(self.model.get_input_embeddings(), alpha)
+        if not accepts or not isinstance(sample.get("labels"), Tensor):
+            return False
+        with restored_host_streams():
+            divides = divides_by_items(self.model, sample)
+        if not divides and is_training and (self._user_config.get(BLOCK) or {}).get("loss_mean") is None:
+            multiply_loss(self.model, self.args.gradient_accumulation_steps)
+        return divides
 
     def _units_of(self, loader: Any, sizes: Mapping[str, Any]) -> int | None:
         """Return the loss units of a step whose batches have lengths of their own; None where they are alike.
@@ -289,16 +358,6 @@ class GraphPipelineTrainer(Trainer):
             self.optimizer = None
             settle_zero(optimizer, config)
         if not isinstance(config.get("scheduler"), Mapping):
-            if self.args.lr_scheduler_type in _METRIC_SCHEDULES:
-                raise ConfigError(
-                    f"lr_scheduler_type: {self.args.lr_scheduler_type!s} follows a metric; choose one of steps, e.g. "
-                    "'linear'"
-                )
-            if self.lr_scheduler is not None:
-                raise ConfigError(
-                    "optimizers: the scheduler is bound to an optimizer of the whole model; pass None for it and set "
-                    "lr_scheduler_type, or subclass create_scheduler"
-                )
             make = self.create_scheduler
 
             def schedule(optimizer: Any) -> Any:
@@ -323,11 +382,17 @@ class GraphPipelineTrainer(Trainer):
         self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
         # accelerate reads of it whether a step was skipped
         self.accelerator._optimizers.append(self.optimizer)
+        self._whole_steps = getattr(train_dataloader, "batch_sampler", None)
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            engine.load_checkpoint(resume_from_checkpoint)
-            self._random_states = _random_states()
+            _, client_state = _load_checkpoint(engine, resume_from_checkpoint)
+            self._random_states = host_streams()
+            ahead = client_state.get("ahead")
+            if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
+                self._whole_steps.skipped = ahead["batches"]
+                self._whole_steps.ahead.resume(streams_described(ahead["random"]), self._random_states)
+                self._random_states = None
             self.lr_scheduler.step()
         stand = _Stand(engine)
         for name in ("model", "optimizer", "lr_scheduler"):
@@ -396,7 +461,11 @@ class GraphPipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Return loss, outputs and labels of a batch, on every rank."""
-        names = [key for key in self._outputs() if key not in (ignore_keys or ())]
+        if ignore_keys is None:
+            ignore_keys = getattr(
+                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
+        names = [key for key in self._prediction_outputs or () if key not in ignore_keys]
         labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
         returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
         has_loss = all(label is not None for label in labels) if labels else returns_loss
@@ -418,11 +487,6 @@ class GraphPipelineTrainer(Trainer):
             return loss, outputs, None
         return loss, outputs, labels[0] if len(labels) == 1 else labels or None
 
-    def _outputs(self) -> Sequence[str]:
-        if self._prediction_outputs is not None:
-            return self._prediction_outputs
-        return ("logits_per_image", "logits_per_text") if self.can_return_loss else ("logits",)
-
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -442,7 +506,12 @@ class GraphPipelineTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """Write the engine's checkpoint: weights, optimizer, schedule, random states, position in a stream."""
-        self._engine.save_checkpoint(output_dir)
+        client_state: dict[str, Any] = {}
+        if (whole := self._whole_steps) is not None:
+            batches = self.state.global_step * self.args.gradient_accumulation_steps % len(whole)
+            if batches and whole.ahead.number >= batches:
+                client_state["ahead"] = {"batches": batches, "random": described_streams(whole.ahead.before)}
+        self._engine.save_checkpoint(output_dir, client_state=client_state)
 
     def _save_scaler(self, output_dir: str) -> None:
         """Do nothing: the loss scale is in the engine's checkpoint."""
@@ -453,7 +522,7 @@ class GraphPipelineTrainer(Trainer):
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """Restore what the engine's checkpoint had, where Trainer would: after batches were skipped."""
         if self._random_states is not None:
-            _set_random_states(self._random_states)
+            set_host_streams(self._random_states)
             self._random_states = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -461,7 +530,7 @@ class GraphPipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
-        self._engine.load_checkpoint(self.state.best_model_checkpoint, load_module_only=True)
+        _load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
@@ -581,12 +650,10 @@ def _check_arguments(args: Any) -> None:
     Raises:
         ConfigError: names the argument.
     """
-    for name, allowed in _REFUSED.items():
+    for name, (allowed, advice) in _REFUSED.items():
         value = getattr(args, name, allowed[0])
         if value not in allowed:
-            raise ConfigError(
-                f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; leave it at {allowed[0]!r}"
-            )
+            raise ConfigError(f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; {advice}")
     if getattr(args, "fsdp", None):
         raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
@@ -613,30 +680,12 @@ def _one_process_arguments(args: Any, num_ranks: int) -> Any:
     own.deepspeed = own.deepspeed_plugin = own.hf_deepspeed_config = None
     own.gradient_accumulation_steps = args.gradient_accumulation_steps * num_ranks
     own._n_gpu = min(args.n_gpu, 1)
+    if getattr(args.distributed_state, "distributed_type", None) == DistributedType.DEEPSPEED:
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # there is no plugin of it
+    # what the block or the model's forward does in place of Trainer
+    own.neftune_noise_alpha = None
+    own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
     return own
-
-
-def _divides_by_items(model: Any) -> bool:
-    """Return whether a model divides its loss by ``num_items_in_batch``: what HuggingFace's loss functions do."""
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not getattr(base, "accepts_loss_kwargs", True):
-        return False
-    parameters = inspect.signature(base.forward).parameters
-    if "num_items_in_batch" in parameters:
-        return True
-    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
-        return False
-    try:
-        forward = ast.parse(textwrap.dedent(inspect.getsource(type(base).forward)))
-    except (OSError, TypeError, SyntaxError):
-        return False
-    # `self.loss_function(logits, labels, **kwargs)`; most classifiers give theirs no kwargs, so that it is a mean
-    return any(
-        isinstance(call, ast.Call)
-        and getattr(call.func, "attr", None) == "loss_function"
-        and any(keyword.arg in (None, "num_items_in_batch") for keyword in call.keywords)
-        for call in ast.walk(forward)
-    )
 
 
 def _cut(tensors: Any, count: int) -> Any:
@@ -649,14 +698,15 @@ def _cut(tensors: Any, count: int) -> Any:
     return tensors
 
 
-def _random_states() -> tuple[Any, ...]:
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    return torch.get_rng_state(), random.getstate(), np.random.get_state(), cuda
+def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
+    """Load what Trainer names.
 
-
-def _set_random_states(states: tuple[Any, ...]) -> None:
-    torch.set_rng_state(states[0])
-    random.setstate(states[1])
-    np.random.set_state(states[2])
-    if states[3] is not None:
-        torch.cuda.set_rng_state(states[3])
+    Raises:
+        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
+    """
+    path, client_state = engine.load_checkpoint(directory, **how)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
+        )
+    return path, client_state

@@ -10,22 +10,35 @@ Tests: tests/integrations/test_trainer.py
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from torch import Tensor
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from transformers import Adafactor, DefaultDataCollator, default_data_collator
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, describe_error
+from gpp_plugin.integrations.huggingface.model_inputs import NUM_ITEMS
+from gpp_plugin.runtime.random_streams import (
+    HostStreams,
+    described_streams,
+    host_streams,
+    restored_host_streams,
+    set_host_streams,
+    streams_described,
+)
 
 # The batches of HuggingFace's Trainer, as one process would have them, on every rank of a graph of stages.
 #
@@ -33,6 +46,31 @@ from gpp_plugin.errors import ConfigError
 # only: the samples left over at its end, fewer than one, are left out.
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class AheadStreams:
+    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
+
+    Attributes:
+        number: of the last batch that was fetched, in its epoch.
+        before: the generators before that.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.before = host_streams()
+        self._resumed: list[HostStreams] = []
+
+    def resume(self, *streams: HostStreams) -> None:
+        """Let each of the next batches draw from one of these."""
+        self._resumed = list(streams)
+
+    def fetch(self, number: int) -> None:
+        """Note that a batch is fetched next."""
+        if self._resumed:
+            set_host_streams(self._resumed.pop(0))
+        self.number, self.before = number, host_streams()
 
 
 class WholeSteps(BatchSampler):
@@ -41,6 +79,9 @@ class WholeSteps(BatchSampler):
     Args:
         step: batches of a mini-batch.
 
+    Attributes:
+        skipped: batches of the epoch under way that are trained already.
+
     >>> list(WholeSteps(range(11), 2, step=2))
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
@@ -48,10 +89,16 @@ class WholeSteps(BatchSampler):
     def __init__(self, sampler: Sampler[int], batch_size: int, *, step: int) -> None:
         super().__init__(sampler, batch_size, drop_last=True)
         self._step = step
+        self.ahead = AheadStreams()
+        self.skipped = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of samples' numbers."""
-        return itertools.islice(super().__iter__(), len(self))
+        skipped, self.skipped = self.skipped, 0
+        for number, indices in enumerate(itertools.islice(super().__iter__(), len(self))):
+            if number >= skipped:
+                self.ahead.fetch(number)
+            yield indices
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
@@ -108,6 +155,175 @@ def _some_samples(dataset: Any) -> list[Any]:
     return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))[:TRIED_SAMPLES]]
 
 
+# What a model returns, and what Trainer would make of it outside of its forward.
+
+
+def _called(model: nn.Module, batch: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+    """Call a model in evaluation on fake tensors, or as it is where Python reads values; return what is read of it.
+
+    Raises:
+        ConfigError: it cannot be called with the batch.
+    """
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    try:
+        with restored_host_streams():
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                    return read(
+                        model(**{k: fake.from_tensor(v) if _is_real(v) else v for k, v in batch.items()})
+                    )
+            except Exception:  # whatever fake tensors cannot do
+                return read(model(**batch))
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be called with a batch of {sorted(batch)} ({describe_error(error)}); "
+            "mend the data collator, or name the outputs to gather: prediction_outputs=['logits']"
+        ) from error
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
+
+
+def tensor_outputs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of a model's output in evaluation that are tensors, but for the loss.
+
+    Raises:
+        ConfigError: the model cannot be called with the batch.
+    """
+
+    def read(result: Any) -> tuple[str, ...]:
+        fields = result.items() if isinstance(result, Mapping) else ()
+        return tuple(key for key, value in fields if isinstance(value, Tensor) and key != "loss")
+
+    with torch.no_grad():
+        return _called(model, batch, read)
+
+
+def divides_by_items(model: nn.Module, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model's loss depends on the number of labelled tokens: what HuggingFace's loss functions do.
+
+    Raises:
+        ConfigError: the model cannot be called with the batch.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(model, "accepts_loss_kwargs", getattr(base, "accepts_loss_kwargs", True)):
+        return False
+    count = torch.ones((), requires_grad=True)
+
+    def read(result: Any) -> bool:
+        loss = result.get("loss") if isinstance(result, Mapping) else None
+        if loss is None or not loss.requires_grad:
+            return False
+        return torch.autograd.grad(loss, count, allow_unused=True)[0] is not None
+
+    with torch.enable_grad():
+        return _called(model, {**batch, NUM_ITEMS: count}, read)
+
+
+def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:
+    """Give a module another forward, made of its own; its class has the same name, and copies have it, too.
+
+    Args:
+        more: attributes of the class.
+    """
+    kind = type(module)
+    forward = functools.wraps(kind.forward)(make(kind.forward))
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward, **more})
+
+
+def return_loss_of(model: nn.Module, loss_of: Callable[..., Tensor], *, counts: bool) -> None:
+    """Let a model return the loss of its outputs and labels that a function computes, as Trainer does outside of it.
+
+    Args:
+        loss_of: is given outputs, labels and ``num_items_in_batch``.
+        counts: Trainer passes the labelled tokens of a step.
+    """
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    is_taken = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def with_loss(self: Any, *args: Any, **inputs: Any) -> Any:
+            labels = inputs.pop("labels", None)
+            count = inputs.get(NUM_ITEMS)
+            if not is_taken:
+                inputs.pop(NUM_ITEMS, None)
+            outputs = forward(self, *args, **inputs)
+            if labels is None:
+                return outputs
+            loss = loss_of(outputs, labels, num_items_in_batch=count)
+            return {"loss": loss, **{key: value for key, value in outputs.items() if key != "loss"}}
+
+        return with_loss
+
+    _replace_forward(model, make, accepts_loss_kwargs=counts)
+
+
+def multiply_loss(model: nn.Module, factor: int) -> None:
+    """Let a model's loss in training be so many times as large."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def multiplied(self: Any, *args: Any, **inputs: Any) -> Any:
+            outputs = forward(self, *args, **inputs)
+            if not self.training or outputs.get("loss") is None:
+                return outputs
+            others = {key: value for key, value in outputs.items() if key != "loss"}
+            return {"loss": outputs["loss"] * factor, **others}
+
+        return multiplied
+
+    _replace_forward(model, make)
+
+
+def add_noise(embeddings: nn.Module, alpha: float) -> None:
+    """Let embeddings draw NEFTune's noise in training (transformers, integrations/neftune.py)."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def noisy(self: Any, *args: Any, **inputs: Any) -> Tensor:
+            output: Tensor = forward(self, *args, **inputs)
+            if not self.training:
+                return output
+            most = alpha / math.sqrt(output.size(1) * output.size(2))
+            return output + torch.zeros_like(output).uniform_(-most, most)
+
+        return noisy
+
+    _replace_forward(embeddings, make)
+
+
+def with_arguments(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
+    """Return a configuration whose block has what arguments say of compilation and recomputation, unless it has it.
+
+    Raises:
+        ConfigError: compilation is not by inductor.
+    """
+    block = config.get(BLOCK) or {}
+    if not isinstance(block, Mapping):
+        return dict(config)  # which is refused as it is read
+    block = dict(block)
+    if getattr(args, "torch_compile", False):
+        for name, allowed in (
+            ("torch_compile_backend", (None, "inductor")),
+            ("torch_compile_mode", (None, "default")),
+        ):
+            if (value := getattr(args, name, None)) not in allowed:
+                raise ConfigError(
+                    f"GraphPipelineTrainer: {name}={value!r}: stages are compiled by inductor in its default mode; "
+                    "leave it out"
+                )
+        block.setdefault("compile", True)
+    if getattr(args, "activation_checkpointing", None) or getattr(args, "gradient_checkpointing", False):
+        memory = block.get("memory") or {}
+        if isinstance(memory, Mapping):
+            block["memory"] = {"recompute": "full", **memory}
+    return {**config, BLOCK: block}
+
+
 class StreamLoader:
     """The batches of an iterable dataset, a pass each time it is iterated over, with a position.
 
@@ -134,39 +350,51 @@ class StreamLoader:
         self._options = options
         self._passes = self._num_batches = 0
         self._state: Any = None
+        self._drawn: HostStreams | None = None
         self._is_resumed = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the batches of a pass, or of what is left of it."""
+        """Yield the batches of a pass, or of what is left of it; as of accelerate, the next one is fetched before."""
         skipped, state = (self._num_batches, self._state) if self._is_resumed else (0, None)
-        self._is_resumed, self._num_batches, self._state = False, skipped, state
+        is_resumed, self._is_resumed, self._num_batches, self._state = self._is_resumed, False, skipped, state
+        ahead = AheadStreams()
         if self._passes and hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self._passes)
         stated = _Stated(
             self.dataset, self.batch_size, state=state, skipped=0 if state is not None else skipped
         )
-        # with a generator of its own it draws nothing of what dropout draws from
-        inner = DataLoader(
-            stated,
-            batch_size=None,
-            collate_fn=lambda pair: pair,
-            generator=torch.Generator().manual_seed(self._passes),
-            **self._options,
-        )
-        for items, after in inner:
-            self._num_batches, self._state = self._num_batches + 1, after
-            yield self.collate_fn(items)
-        self._passes, self._num_batches, self._state = self._passes + 1, 0, None
+        loader = DataLoader(stated, batch_size=None, collate_fn=lambda pair: pair, **self._options)
+        program = host_streams()
+        inner = iter(loader)  # draws a seed of workers
+        if is_resumed and self._drawn is not None:
+            ahead.resume(self._drawn, program)
+
+        def fetch() -> tuple[Any, Any] | None:
+            ahead.fetch(0)
+            found = next(inner, None)
+            return None if found is None else (self.collate_fn(found[0]), found[1])
+
+        batch = fetch()
+        while batch is not None:
+            following = fetch()
+            self._num_batches, self._state = self._num_batches + 1, batch[1]
+            self._drawn = ahead.before if following is not None else None
+            yield batch[0]
+            batch = following
+        self._passes, self._num_batches, self._state, self._drawn = self._passes + 1, 0, None, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the last batch that was returned ends."""
-        return {"passes": self._passes, "batches": self._num_batches, "state": self._state}
+        """Return where the last batch that was returned ends, and what the next one draws from."""
+        drawn = None if self._drawn is None else described_streams(self._drawn)
+        return {"passes": self._passes, "batches": self._num_batches, "state": self._state, "random": drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue there when iterated over next."""
         # checkpoints of before call it "given"
         batches = state["batches"] if "batches" in state else state["given"]
         self._passes, self._num_batches, self._state = state["passes"], batches, state["state"]
+        drawn = state.get("random")
+        self._drawn = None if drawn is None else streams_described(drawn)
         self._is_resumed = True
         if self._num_batches and self._state is None:
             logger.warning(
@@ -187,8 +415,9 @@ class _Stated(IterableDataset[Any]):
         if self._start is not None:
             dataset.load_state_dict(self._start)
         items = iter(dataset)
-        for _ in range(self._skipped * self._size):
-            next(items, None)
+        with restored_host_streams():  # what is only read again was drawn before
+            for _ in range(self._skipped * self._size):
+                next(items, None)
         while len(taken := list(itertools.islice(items, self._size))) == self._size:
             # a copy: the dataset continues, and a worker writes it down on a thread of its own
             yield taken, stream_state(dataset)
@@ -277,6 +506,25 @@ def check_known_ranks(args: Any) -> None:
         raise ConfigError(
             f"TrainingArguments: know {known} process where the job has {ranks} ranks, as accelerate found no GPU; "
             "pass use_cpu=True"
+        )
+
+
+def mini_batch_of(args: Any) -> int:
+    """Return the samples of an optimizer step, by arguments whose accumulation is that of one process."""
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
+
+
+def check_length(dataset: Any, args: Any) -> None:
+    """Refuse a dataset for training that has no whole mini-batch.
+
+    Raises:
+        ConfigError: says both numbers.
+    """
+    if hasattr(dataset, "__len__") and len(dataset) < mini_batch_of(args):
+        raise ConfigError(
+            f"train_dataset has {len(dataset)} samples, fewer than a mini-batch of {mini_batch_of(args)} "
+            f"(per_device_train_batch_size {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
+            "batches); lower them"
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from gpp_plugin.capture.tracing.sample_batches import check_batch, pad_records
 from gpp_plugin.errors import ConfigError
@@ -273,15 +273,47 @@ def takes_return_loss(module: nn.Module) -> bool:
     return RETURN_LOSS in inspect.signature(module.forward).parameters
 
 
+def named_batch(model: nn.Module | StageGraph, batch: Any) -> Any:
+    """Return a tuple of inputs, or one tensor, as a dict: positions are those of ``forward``, as in ``model(*batch)``.
+
+    Raises:
+        ConfigError: there are no such positions.
+    """
+    if not isinstance(batch, Tensor | list | tuple):
+        return batch
+    values = (batch,) if isinstance(batch, Tensor) else tuple(batch)
+    if values and all(isinstance(value, Mapping) for value in values):
+        return batch  # samples that nothing has collated
+    ways = (
+        "give deepspeed.initialize a collate_fn that returns a dict by argument names, or GraphPipelineModule(model, "
+        "sample_batch={...}) and engine.set_batch_fn(a function that makes such dicts)"
+    )
+    if isinstance(model, StageGraph):
+        raise ConfigError(f"a batch is a {type(batch).__name__}, and stages read inputs by name: {ways}")
+    parameters = [
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    ]
+    least = sum(parameter.default is parameter.empty for parameter in parameters)
+    if not least <= len(values) <= len(parameters):
+        raise ConfigError(
+            f"a batch has {len(values)} entries, and forward of {type(model).__name__} takes "
+            f"{least if least == len(parameters) else f'{least} to {len(parameters)}'} by position "
+            f"({', '.join(parameter.name for parameter in parameters)}): {ways}"
+        )
+    return {parameter.name: value for parameter, value in zip(parameters, values, strict=False)}
+
+
 def prepare_batch(model: nn.Module | StageGraph, batch: Any) -> dict[str, Any]:
     """Return the batch as the model is called with it; a graph's stages say themselves what they read of it.
 
     Contrastive models compute a loss only on request: ``return_loss=True`` is added where the
-    model's forward takes it and the batch does not say, as HuggingFace's Trainer does. Lists of dicts of tensors
-    (a detector's labels) become padded tensors. What a model would make of the batch in Python, and can take, is
-    made here (`prepared_inputs`).
+    model's forward takes it and the batch does not say, as HuggingFace's Trainer does. Tuples get names
+    (`named_batch`). Lists of dicts of tensors (a detector's labels) become padded tensors. What a model
+    would make of the batch in Python, and can take, is made here (`prepared_inputs`).
     """
-    prepared = pad_records(check_batch(batch))
+    prepared = pad_records(check_batch(named_batch(model, batch)))
     if isinstance(model, StageGraph):
         takes_flag = any(stage.needs_loss_flag for stage in model.stages)
     else:

@@ -34,6 +34,7 @@ from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCos
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
+    sharded_by_block,
     sharded_bytes,
     sharded_graph,
     sharded_profile,
@@ -183,7 +184,8 @@ class CostModel:
         self._at_tensor: dict[tuple[int, CollectiveCost], CostModel] = {}
         self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCost] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
-        self._sums = sum_times(graph, tensor, tensor_sum) if tensor_sum is not None else None
+        self._sums = sum_times(graph, tensor, tensor_sum or CollectiveCost(((0.0, 0.0),)))
+        beside = {name: own.beside_share for name, own in sharded_by_block(graph, tensor).items()}
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -217,7 +219,8 @@ class CostModel:
             if profile.backends
             else None
         )
-        self._times: dict[tuple[float, int | None], tuple[Floats, Floats]] = {}
+        self._times: dict[tuple[float, int | None], tuple[Floats, Floats, Floats]] = {}
+        self._beside = np.array([(1.0 - c.input_share) * beside.get(c.block, 0.0) for c in self._costs])
         self._static = np.stack(
             [
                 self.parameter_bytes,
@@ -272,6 +275,10 @@ class CostModel:
         Args:
             kind: of device; None: of each block the quickest.
         """
+        return self._task_times(local, kind)[:2]
+
+    def _task_times(self, local: float, kind: int | None) -> tuple[Floats, Floats, Floats]:
+        """Return `block_times` and `hidden_sums`."""
         found = self._times.get((local, kind))
         if found is None:
             forward = np.array([c.forward_us_for(local) for c in self._costs], dtype=float)
@@ -282,25 +289,19 @@ class CostModel:
                 kinds = range(len(self.kinds)) if kind is None else (kind,)
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
-            if self._sums is not None:
-                forward = forward + self.forward_sums(local)
-                backward = backward + self.backward_sums(local)
-            found = self._times[local, kind] = forward, backward
+            before, sums = self.tensor_sums(local)
+            hidden = np.minimum(sums, backward * self._beside)
+            found = self._times[local, kind] = forward + before, backward + (sums - hidden), hidden
         return found
 
-    def forward_sums(self, local: float) -> Floats:
-        """Return by block the microseconds of a forward's all-reduces among tensor ranks."""
-        if self._sums is None:
-            return np.zeros(len(self.index))
-        found: Floats = np.min(self._sums[:, 0] + self._sums[:, 1] * local, axis=0)
-        return found
+    def tensor_sums(self, local: float) -> tuple[Floats, Floats]:
+        """Return by block the microseconds of all-reduces among tensor ranks in a forward, and in a backward."""
+        forward, backward = (np.min(self._sums[:, i] + self._sums[:, i + 1] * local, axis=0) for i in (0, 2))
+        return forward, backward
 
-    def backward_sums(self, local: float) -> Floats:
-        """Return by block the microseconds of a backward's all-reduces among tensor ranks."""
-        if self._sums is None:
-            return np.zeros(len(self.index))
-        found: Floats = np.min(self._sums[:, 2] + self._sums[:, 3] * local, axis=0)
-        return found
+    def hidden_sums(self, local: float, kind: int | None = None) -> Floats:
+        """Return by block what of a whole backward's `tensor_sums` its weight gradients hide."""
+        return self._task_times(local, kind)[2]
 
     def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
         """Return the costs of stages of this tensor size; itself where their blocks are not divided.
@@ -390,8 +391,8 @@ class CostModel:
         return max(first for first, _ in found), max(second for _, second in found)
 
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
-        sums = self.backward_sums(local)  # which are of input gradients
-        backward = self.block_times(local, kind)[1] - sums
+        sums = self.tensor_sums(local)[1]  # which are of input gradients, and hide behind nothing
+        backward = self.block_times(local, kind)[1] - (sums - self.hidden_sums(local, kind))
         first = second = 0.0
         for block in blocks:
             cost = self._costs[block]
@@ -441,6 +442,7 @@ class CostModel:
         c = self._costs[block]
         return (
             self._sharding_keys.get(c.block),
+            float(self._beside[block]),
             self._profile.backends.get(c.block),
             c.samples,
             c.forward_us,

@@ -385,18 +385,20 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
         (sum(stage_us[index] for index in own), own)
         for own in map(plan.stages_of_rank, range(plan.num_ranks))
     )
-    sums_us = sum(_sum_us(plan.stages[index], costs) * plan.num_micro_batches(index) for index in own)
+    parts = {event.stage for event in timeline.events if event.kind is EventKind.INPUT_GRADIENT}
+    sums = [np.array(_sum_us(plan.stages[i], costs, i in parts)) * plan.num_micro_batches(i) for i in own]
+    sums_us, exposed_us = map(float, np.sum(sums, axis=0))
     return StepCost(
         plan=cost_key(plan),
         prices=prices,
         step_us=ends[-1],
-        compute_us=busy_us - sums_us,
+        compute_us=busy_us - exposed_us,
         bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
         message_us=message_us,
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
-            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=sums_us),
+            CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=exposed_us),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -485,7 +487,13 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
     return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
 
 
-def _sum_us(stage: Stage, costs: CostModel) -> float:
-    """Return the microseconds of tensor sums in a forward and a backward of a stage."""
-    own, local = costs.on(stage), stage.local_batch_size
-    return float((own.forward_sums(local) + own.backward_sums(local))[own.indices(stage.blocks)].sum())
+def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, float]:
+    """Return the microseconds of tensor sums in a forward and a backward of a stage, and what the tasks wait for.
+
+    Args:
+        is_split: its backwards run in two parts, and sum in the first one.
+    """
+    own, local, rows = costs.on(stage), stage.local_batch_size, costs.indices(stage.blocks)
+    total = float(np.add(*own.tensor_sums(local))[rows].sum())
+    hidden = [own.hidden_sums(local, kind)[rows].sum() for kind in own.kinds_of(stage.ranks) or (None,)]
+    return total, total if is_split else total - float(min(hidden))

@@ -66,7 +66,8 @@ from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name
 #     time     C ((1 - f) + f / t)  +  n all-reduces of S / n bytes (`collective_costs`)
 #     bytes    P ((1 - p) + p / t)      parameters; gradients and optimizer state by the trained share; saved likewise
 #
-#     C  forward or backward on one device, f the share of its operations that is divided
+#     C  forward or backward on one device, f the share of its operations that is divided; weight gradients of a whole
+#        backward hide its sums (`BlockSharding.beside_share`)
 #     n  all-reduces of one task, S bytes they sum at its samples, among the tensor ranks
 #
 # A layer of 100 us with f = 1 that sums 8 MB twice in a ring (450 GB/s, 3 us): at t = 2 50 + 2 (2 x 3) + 2 x 17.8 us.

@@ -100,6 +100,21 @@ def names_in(block: str) -> tuple[str, ...]:
     return tuple(path.rpartition(".")[2] for path in KEYS if path.rpartition(".")[0] == block)
 
 
+def home_of(name: str, *, joined: bool = True, alone: bool = True) -> str | None:
+    """Return the key that is meant by a name that stands elsewhere; None where there is none, or several.
+
+    Args:
+        joined: of a key at the top, or one with its block in front.
+        alone: of a key without its block.
+
+    >>> home_of("tensorboard"), home_of("tensorboard_enabled"), home_of("overlap_comm"), home_of("enabled")
+    ('tensorboard', 'tensorboard.enabled', 'zero_optimization.overlap_comm', None)
+    """
+    whole = [path for path in KEYS if name == path.replace(".", "_")] if joined else []
+    found = whole or [path for path in KEYS if alone and name == path.rpartition(".")[2]]
+    return found[0] if len(found) == 1 else None
+
+
 def configured_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and value of every key of a configuration, those of a block that is not enabled left out."""
     for name, value in config.items():

@@ -58,7 +58,7 @@ def tensor_request(seed: int) -> PlanRequest:
 
 def _with_sharding(rng: random.Random, request: PlanRequest) -> PlanRequest:
     costs = {cost.block: cost for cost in request.profile.costs}
-    blocks, sharding = [], []
+    blocks, sharding = [], list[BlockSharding]()
     for block in request.graph.blocks:
         parameter, gradient = costs[block.name].parameter_bytes, costs[block.name].gradient_bytes
         blocks.append(dataclasses.replace(block, parameter_bytes=parameter, trainable_bytes=gradient))

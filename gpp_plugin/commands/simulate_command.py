@@ -127,9 +127,9 @@ def _overlap(plan: PipelinePlan, timeline: Timeline, cluster: Cluster) -> dict[s
     """Print what is hidden behind computing, and return it."""
     found = timeline_overlap(plan, timeline, cluster)
     # sums of tensor ranks are inside of tasks: the ledger has them, of the rank that computes most
-    for each in () if plan.cost is None else plan.cost.collectives:
-        if each.kind == TENSOR_SUMS and each.total_us > 0:
-            own = Overlap(kind=each.kind, count=0, travel_us=each.total_us, hidden_us=each.hidden_us)
+    for term in () if plan.cost is None else plan.cost.collectives:
+        if term.kind == TENSOR_SUMS and term.total_us > 0:
+            own = Overlap(kind=term.kind, count=0, travel_us=term.total_us, hidden_us=term.hidden_us)
             found = (*found, own)
     rows = []
     for each in found:

@@ -434,7 +434,7 @@ class DeepSpeedFramework:
             ConfigError: one that is enabled is not installed.
         """
         try:
-            return MonitorMaster(get_monitor_config(dict(self._ds_config)))  # type: ignore[no-any-return]
+            return MonitorMaster(get_monitor_config(dict(self._ds_config)))
         except ImportError as error:
             name = error.name or "a package"
             raise ConfigError(

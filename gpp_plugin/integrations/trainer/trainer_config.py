@@ -210,8 +210,9 @@ def divides_by_items(model: nn.Module, batch: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: the model cannot be called with the batch.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
-    if not getattr(model, "accepts_loss_kwargs", getattr(base, "accepts_loss_kwargs", True)):
+    base = getattr(model, "get_base_model", None)
+    accepts = getattr(base() if callable(base) else model, "accepts_loss_kwargs", True)
+    if not getattr(model, "accepts_loss_kwargs", accepts):
         return False
     count = torch.ones((), requires_grad=True)
 

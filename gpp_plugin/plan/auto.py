@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.data_parallel import plain_candidates
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -20,10 +20,10 @@ from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, sear
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.refine.refine import MOVES, ROUNDING, Candidate, Refiner
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
-from gpp_plugin.plan.selection import evaluated_plans, join_memory, with_alternatives
+from gpp_plugin.plan.selection import evaluated_plans, join_memory, simplest, with_alternatives
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ BUDGET = 300_000
 NUM_REFINED = 12
 NUM_EVALUATED, NUM_SCHEDULED = 5, 5
 """Candidates that are simulated, and of all these, how many are compared under the schedule they will get."""
+NUM_SIMPLER = 2
+"""Candidates of fewer stages that are compared with these, where simpler plans win within a band."""
 NUM_SIZES, NUM_ONE_SIZE = 2, 2
 """Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
 BASELINES = ("uniform", "pipedream", "autopipe")
@@ -79,7 +81,8 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
-    finalists = [*plain, *_best(candidates)]
+    best = _best(candidates)
+    finalists = [*plain, *best, *_simpler(candidates, best, request.band)]
     finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
@@ -103,17 +106,43 @@ def _shortest_scheduled(plans: Sequence[PipelinePlan], request: PlanRequest) -> 
     # With less memory the two do not fit: were the shortest under 1F1B taken, more memory would give a longer step.
     if request.final_schedule is None or request.mode == "async":
         return plans[0]
-    found, least = plans[0], float("inf")
-    for plan in plans[:NUM_SCHEDULED]:
+    # Beside the shortest, whatever may be near enough to them and has fewer stages (`simplest`).
+    near = [
+        plan
+        for plan in plans[NUM_SCHEDULED:]
+        if plan.iteration_us <= plans[0].iteration_us * (1 + request.band)
+    ]
+    near.sort(key=lambda plan: len(plan.stages))
+    found: list[PipelinePlan] = []
+    own: dict[tuple[Stage, ...], PipelinePlan] = {}
+    least = float("inf")
+    for plan in [*plans[:NUM_SCHEDULED], *near[: NUM_SIMPLER if request.band else 0]]:
         busiest = max(
             (s.forward_us + s.backward_us) * (plan.mini_batch // s.micro_batch_size) for s in plan.stages
         )
-        if busiest < least:
+        if busiest < least * (1 + request.band):
             with contextlib.suppress(PlanError):
                 placed = exchange_stages(plan, request)
                 us = schedule_plan(placed, request, schedule=request.final_schedule).iteration_us
-                found, least = (plan, us) if us < least * (1 - ROUNDING) else (found, least)
-    return found
+                own[plan.stages] = plan
+                found.append(dataclasses.replace(plan, iteration_us=us))
+                least = min(least, us)
+    if not found:
+        return plans[0]
+    taken = simplest(found, request.band)
+    plan = own[taken.stages]
+    return plan if taken.notes == plan.notes else dataclasses.replace(plan, notes=taken.notes)
+
+
+def _simpler(candidates: Sequence[Candidate], best: Sequence[Candidate], band: float) -> list[Candidate]:
+    """Return of fewer stages than the best candidate's the best ones that may take as long, those of the fewest."""
+    if not best or not band:
+        return []
+    found: dict[int, Candidate] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.score, reverse=True):
+        if each.score[0] == 0 and each.score[1] <= best[0].score[1] * (1 + band):
+            found[len(each.drafts)] = each
+    return [found[count] for count in sorted(found) if count < len(best[0].drafts)][:NUM_SIMPLER]
 
 
 def _with_one_size(

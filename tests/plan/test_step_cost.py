@@ -22,6 +22,7 @@ from gpp_plugin.plan.costs.estimate import evaluate_us, finished_plan, step_cost
 from gpp_plugin.plan.memory.fitting import memory_advice
 from gpp_plugin.plan.plan_form import plan_of_envelope
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.request import BAND
 from gpp_plugin.rehearse.rehearsal import Rehearsal, RehearsalSettings, measure_times
 from gpp_plugin.report.plan_text import NO_COST, format_plan
 from gpp_plugin.report.units import format_bytes, format_ms
@@ -290,16 +291,40 @@ def test_searches_compare_the_step_of_the_ledger(made):
     assert evaluate_us(plan, costs) == pytest.approx(plan.cost.step_us, rel=near)
 
 
-def test_a_plan_whose_optimizers_take_less_is_taken():
-    """Plain data parallelism computes as long as two stages, but each of its ranks steps all parameters."""
+def with_optimizers(num_bytes):
+    """Return a request for which plain data parallelism computes no longer than two stages, but steps all parameters."""
     graph = chain(2)
     profile = make_profile(graph, parameter=1_000_000)
-    heavy = tuple(dataclasses.replace(cost, optimizer_bytes=2 * 10**8) for cost in profile.costs)
-    request = make_request(graph, dataclasses.replace(profile, costs=heavy), ranks=2, mini_batch=64)
+    heavy = tuple(dataclasses.replace(cost, optimizer_bytes=num_bytes) for cost in profile.costs)
+    return make_request(graph, dataclasses.replace(profile, costs=heavy), ranks=2, mini_batch=64)
+
+
+def test_a_plan_whose_optimizers_take_less_is_taken():
+    request = with_optimizers(2 * 10**8)
     plan = make_plan("auto", request)
     plain = finished_plan(make_plan("auto", dataclasses.replace(request, num_stages=1)), request)
     assert len(plan.stages) == 2 and finished_plan(plan, request).iteration_us < plain.iteration_us
     assert plain.iteration_us - plain.cost.optimizer_us < plan.iteration_us - plain.cost.optimizer_us / 2
+
+
+@pytest.mark.parametrize(("num_bytes", "gain", "stages"), [(2 * 10**8, 0.005, 1), (4 * 10**8, 0.024, 2)])
+def test_within_the_band_the_simplest_plan_wins(num_bytes, gain, stages):
+    """Two stages for 0.5 % lose against plain data parallelism, and are named; for 2.4 % they win."""
+    request = dataclasses.replace(with_optimizers(num_bytes), final_schedule="auto")
+    shortest = api.plan_for(request)
+    plain = api.plan_for(dataclasses.replace(request, num_stages=1))
+    assert len(shortest.stages) == 2 and plain.iteration_us / shortest.iteration_us - 1 == pytest.approx(
+        gain, abs=1e-3
+    )
+    plan = api.plan_for(dataclasses.replace(request, band=BAND))
+    assert len(plan.stages) == stages
+    assert any(note.startswith("2 stages (stages=2) may take") for note in plan.notes) == (stages == 1)
+
+
+def test_what_the_user_says_of_stages_is_what_he_gets():
+    assert mmt()().band == BAND
+    for said in ({"stages": 2}, {"planner": "graphpipe"}, {"schedule": "gpipe"}, {"data_parallel": 2}):
+        assert mmt(**said)().band == 0.0, said
 
 
 def test_terms_are_what_a_step_takes_longer_with_each(made):

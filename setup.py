@@ -94,7 +94,7 @@ setup(
             "report/page/*",
             "config/*.toml",
         ],
-        "gpp_benchmarks": ["py.typed", "zoo/models.json"],
+        "gpp_benchmarks": ["py.typed", "scripts/cases.json", "zoo/models.json"],
         "gpp_plugin.patches": ["README.md", "*/*.patch"],
     },
     install_requires=[

@@ -57,7 +57,6 @@ def oracle_plan(request: PlanRequest, groups: Groups, degrees: Sequence[int], si
     profile = request.profile
     assert not (profile.shared or profile.tied or profile.inputs), "the oracle does not count these"
     costs = {cost.block: cost for cost in profile.costs}
-    assert not any(cost.optimizer_bytes for cost in profile.costs), "optimizers without a state"
     order = _branch_after_branch(request.graph, groups)
     edges = _edges(request.graph, [groups[i] for i in order])
     counts = _in_flight(len(order), edges, request.mini_batch // size)
@@ -334,7 +333,7 @@ def stage_reduce_us(stage: Stage, cluster: Cluster) -> float:
 
 
 def stage_update_us(stage: Stage, cluster: Cluster) -> float:
-    """Return the optimizer step of a stage: gradients are read, and parameters of as many bytes written."""
+    """Return the step of a stateless optimizer: gradients are read, and parameters of as many bytes written."""
     return (
         max(2 * stage.gradient_bytes / cluster.devices[rank].memory_bytes_per_s for rank in stage.ranks) * 1e6
     )

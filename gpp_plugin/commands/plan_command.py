@@ -36,7 +36,7 @@ from gpp_plugin.plan.cluster_files import cluster_names
 from gpp_plugin.plan.costs.long_context import LayerShape, on_paper
 from gpp_plugin.plan.edge_transports import NATIVE
 from gpp_plugin.plan.memory.fitting import memory_advice
-from gpp_plugin.plan.request import PlanRequest, limit_gb
+from gpp_plugin.plan.request import BAND, STEP_ERROR, PlanRequest, limit_gb
 from gpp_plugin.report.plan_text import (
     cost_object,
     edge_rows,
@@ -141,6 +141,8 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
             f"{throughput:.1f} samples/s predicted"
         )
     )
+    chosen = f"; of plans within {BAND:.1%} of the shortest the simplest is taken" if request.band else ""
+    print(fill_text(f"predicted steps are off by up to about {STEP_ERROR:.0%} (gpp bench published){chosen}"))
     if args.out is not None:
         save(plan, args.out)
         print(f"plan written to {args.out}")
@@ -156,6 +158,8 @@ def _run(args: argparse.Namespace, options: PlanOptions) -> dict[str, Any]:
         "depth": plan.depth,
         "num_ranks": plan.num_ranks,
         "iteration_us": plan.iteration_us,
+        "error": STEP_ERROR,
+        "band": request.band,
         "dtype": dtype,
         "mini_batch": plan.mini_batch,
         "loss_unit": plan.loss_unit,

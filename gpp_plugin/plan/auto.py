@@ -8,160 +8,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
 import logging
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.ir.timeline import EventKind
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.plan.baselines.data_parallel import plain_candidates
 from gpp_plugin.plan.choose_schedule import schedule_plan
 from gpp_plugin.plan.costs.cost_model import CostModel
 from gpp_plugin.plan.graphpipe.graphpipe import SearchTrees, explain_graph, search_stages
 from gpp_plugin.plan.heterogeneous_devices import exchange_stages
-from gpp_plugin.plan.make import StageDraft, build_plan, split_by_weight
+from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
-from gpp_plugin.plan.refine.block_sets import Mask, bits
-from gpp_plugin.plan.refine.refine import MOVES, ROUNDING, Candidate, Refiner, is_better
+from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
-from gpp_plugin.plan.selection import evaluated_plans, join_memory, with_alternatives
-from gpp_plugin.simulate.predict import simulate_plan
-from gpp_plugin.simulate.timeline_metrics import critical_path
-
-# AutoPipe's refinement inside the branches of a stage graph: block boundaries along the master stage's chain.
-#
-# The simulator's critical path closest to the sinks gives the *master stage*: the one it runs through most in
-# the steady phase (AutoPipe, section III-B). Its *chain* are the stages before and after it that follow each
-# other without a fork or join between them. As on AutoPipe's own chains, the master's first block may go to the
-# stage before it and its last to the one after it, with and without Algorithm 1 (`split_by_weight`) on the
-# stages on that side, and the stages after the master may be made lighter; Algorithm 1 on the whole chain is
-# tried as well. Partitions are followed in the order of their predicted times, better than the start or not:
-# steps that only together help are found, which `Refiner.improve` cannot.
-#
-# Deviation: masters that move towards the sink are followed too; on a graph the sink may be on another branch.
-
-MAX_ROUNDS = 12
-"""Partitions that are simulated for their master stage."""
-MAX_RANK_TASKS = 8_000
-"""Plans with more tasks, summed over ranks, are left as they are: their critical path takes too long."""
-
-
-def refine_chains(refiner: Refiner, start: Candidate) -> Candidate:
-    """Return the best candidate reached from ``start`` by moves along the chains of master stages."""
-    best, number, rounds = start, 0, MAX_ROUNDS
-    queue = [(start.score, number, start)]
-    while queue and rounds > 0 and refiner.budget > 0:
-        rounds -= 1
-        _, _, at = heapq.heappop(queue)
-        found = master_chain(refiner, at)
-        if found is None:
-            continue
-        for masks in _shifted(refiner, at.masks, *found):
-            candidate = refiner.with_masks(masks, at.wish, at.slack, at.way)
-            if candidate is None:
-                continue
-            best = candidate if is_better(candidate.score, best.score) else best
-            number += 1
-            heapq.heappush(queue, (candidate.score, number, candidate))
-    return best
-
-
-def master_chain(refiner: Refiner, at: Candidate) -> tuple[list[Mask], int] | None:
-    """Return the stages of the master's chain, source first, and its place; None where it has no neighbour."""
-    request, costs = refiner.request, refiner.costs
-    plan = build_plan(request, at.drafts, planner="", costs=costs, is_named=False)
-    if plan.num_rank_tasks > MAX_RANK_TASKS:
-        refiner.report.leave_out("cuts along the critical path of plans with very many tasks")
-        return None
-    after: list[set[int]] = [set() for _ in plan.stages]
-    before: list[set[int]] = [set() for _ in plan.stages]
-    for edge in plan.edges:
-        after[edge.src].add(edge.dst)
-        before[edge.dst].add(edge.src)
-    master = master_stage(plan, costs)
-    chain = [master]
-    while len(before[chain[0]]) == 1 and len(after[min(before[chain[0]])]) == 1:
-        chain.insert(0, min(before[chain[0]]))
-    while len(after[chain[-1]]) == 1 and len(before[min(after[chain[-1]])]) == 1:
-        chain.append(min(after[chain[-1]]))
-    if len(chain) == 1:
-        return None
-    masks = [sum(1 << row for row in costs.indices(plan.stages[i].blocks)) for i in chain]
-    return masks, chain.index(master)
-
-
-def master_stage(plan: PipelinePlan, costs: CostModel) -> int:
-    """Return the stage with most tasks of the critical path in the steady phase, the later of equals."""
-    timeline = simulate_plan(plan, cluster=costs.cluster, reduce_us=costs.reductions(plan))
-    steps: Counter[int] = Counter()
-    path = critical_path(plan, timeline)
-    for event in path:
-        stage = plan.stages[event.stage]
-        if event.kind is EventKind.FORWARD:
-            steps[event.stage] += event.micro_batch >= stage.in_flight - 1
-        else:
-            steps[event.stage] += event.micro_batch <= plan.num_micro_batches(event.stage) - stage.in_flight
-    return max(steps, key=lambda i: (steps[i], i))
-
-
-def _shifted(refiner: Refiner, masks: Sequence[Mask], chain: list[Mask], master: int) -> Iterator[list[Mask]]:
-    """Yield the partitions that moves along the chain lead to; other stages stay."""
-    others = [mask for mask in masks if mask not in chain]
-    order = [row for mask in chain for row in bits(mask)]
-    cuts = [0]
-    for mask in chain:
-        cuts.append(cuts[-1] + mask.bit_count())
-    forward, backward = refiner.costs.block_times(refiner.request.mini_batch / refiner.request.num_ranks)
-    weights = [float(forward[row] + backward[row]) for row in order]
-    tried = set()
-    for moved in _moved_cuts(weights, cuts, master):
-        if moved == cuts or tuple(moved) in tried:
-            continue
-        tried.add(tuple(moved))
-        stages = [sum(1 << row for row in order[a:b]) for a, b in zip(moved, moved[1:], strict=False)]
-        if all(stages) and refiner.sets.is_acyclic([*others, *stages]):
-            yield [*others, *stages]
-
-
-def _moved_cuts(weights: Sequence[float], cuts: list[int], master: int) -> Iterator[list[int]]:
-    last = len(cuts) - 2
-
-    def balanced(first: int, stop: int, bounds: list[int]) -> list[int]:
-        """Return the bounds with Algorithm 1 on stages ``first`` up to ``stop``."""
-        if stop - first < 2:
-            return bounds
-        low, high = bounds[first], bounds[stop]
-        found = split_by_weight(weights[low:high], stop - first)
-        return [*bounds[:first], *(low + cut for cut in found[:-1]), *bounds[stop:]]
-
-    yield balanced(0, last + 1, cuts)
-    is_divisible = cuts[master + 1] - cuts[master] > 1
-    if is_divisible and master > 0:
-        moved = [*cuts[:master], cuts[master] + 1, *cuts[master + 1 :]]
-        yield moved
-        yield balanced(0, master, moved)
-    if is_divisible and master < last:
-        moved = [*cuts[: master + 1], cuts[master + 1] - 1, *cuts[master + 2 :]]
-        yield moved
-        yield balanced(master + 1, last + 1, moved)
-        yield balanced(0, master + 1, moved)
-    for stage in range(master + 1, last):  # step 2: what follows the master gets lighter, front first
-        if cuts[stage + 1] - cuts[stage] > 1:
-            yield [*cuts[: stage + 1], cuts[stage + 1] - 1, *cuts[stage + 2 :]]
-
+from gpp_plugin.plan.selection import evaluated_plans, join_memory, simplest, with_alternatives
 
 logger = logging.getLogger(__name__)
 
 BUDGET = 300_000
 """Simulated tasks in all: about a second."""
 NUM_REFINED = 12
-NUM_CHAINED = 2
-"""Candidates whose chains inside branches are refined by the critical path."""
 NUM_EVALUATED, NUM_SCHEDULED = 5, 5
 """Candidates that are simulated, and of all these, how many are compared under the schedule they will get."""
+NUM_SIMPLER = 2
+"""Candidates of fewer stages that are compared with these, where simpler plans win within a band."""
 NUM_SIZES, NUM_ONE_SIZE = 2, 2
 """Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
 BASELINES = ("uniform", "pipedream", "autopipe")
@@ -200,9 +72,6 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
     plain = plain_candidates(refiner)
     found = search(request, None)
     candidates = [*plain, *found]
-    for candidate in found[:NUM_CHAINED]:
-        if candidate.score[0] == 0:
-            candidates.append(refine_chains(refiner, candidate))
     notes: dict[tuple[StageDraft, ...], str] = {}
     baselines: dict[str, Candidate] = {}
     for name, drafts in _baseline_stages(request, trees):
@@ -212,7 +81,8 @@ def auto_plan(request: PlanRequest) -> PipelinePlan:
         notes[start.drafts] = f"stages of planner {name}"
         if start.score[1] <= 1.1 * min(c.score[1] for c in candidates):
             candidates.append(refiner.improve(start))
-    finalists = [*plain, *_best(candidates)]
+    best = _best(candidates)
+    finalists = [*plain, *best, *_simpler(candidates, best, request.band)]
     finalists += _with_one_size(request, costs, trees, candidates)
     report.begin(f"the best {len(finalists)} plans simulated")
     fitter = fitter_for(request, costs)
@@ -236,17 +106,43 @@ def _shortest_scheduled(plans: Sequence[PipelinePlan], request: PlanRequest) -> 
     # With less memory the two do not fit: were the shortest under 1F1B taken, more memory would give a longer step.
     if request.final_schedule is None or request.mode == "async":
         return plans[0]
-    found, least = plans[0], float("inf")
-    for plan in plans[:NUM_SCHEDULED]:
+    # Beside the shortest, whatever may be near enough to them and has fewer stages (`simplest`).
+    near = [
+        plan
+        for plan in plans[NUM_SCHEDULED:]
+        if plan.iteration_us <= plans[0].iteration_us * (1 + request.band)
+    ]
+    near.sort(key=lambda plan: len(plan.stages))
+    found: list[PipelinePlan] = []
+    own: dict[tuple[Stage, ...], PipelinePlan] = {}
+    least = float("inf")
+    for plan in [*plans[:NUM_SCHEDULED], *near[: NUM_SIMPLER if request.band else 0]]:
         busiest = max(
             (s.forward_us + s.backward_us) * (plan.mini_batch // s.micro_batch_size) for s in plan.stages
         )
-        if busiest < least:
+        if busiest < least * (1 + request.band):
             with contextlib.suppress(PlanError):
                 placed = exchange_stages(plan, request)
                 us = schedule_plan(placed, request, schedule=request.final_schedule).iteration_us
-                found, least = (plan, us) if us < least * (1 - ROUNDING) else (found, least)
-    return found
+                own[plan.stages] = plan
+                found.append(dataclasses.replace(plan, iteration_us=us))
+                least = min(least, us)
+    if not found:
+        return plans[0]
+    taken = simplest(found, request.band)
+    plan = own[taken.stages]
+    return plan if taken.notes == plan.notes else dataclasses.replace(plan, notes=taken.notes)
+
+
+def _simpler(candidates: Sequence[Candidate], best: Sequence[Candidate], band: float) -> list[Candidate]:
+    """Return of fewer stages than the best candidate's the best ones that may take as long, those of the fewest."""
+    if not best or not band:
+        return []
+    found: dict[int, Candidate] = {}
+    for each in sorted(candidates, key=lambda candidate: candidate.score, reverse=True):
+        if each.score[0] == 0 and each.score[1] <= best[0].score[1] * (1 + band):
+            found[len(each.drafts)] = each
+    return [found[count] for count in sorted(found) if count < len(best[0].drafts)][:NUM_SIMPLER]
 
 
 def _with_one_size(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable
 
 from gpp_plugin.config.block import GraphPipelineConfig
@@ -18,7 +19,15 @@ from gpp_plugin.plan.baselines.data_parallel import best_unit, closed, plain_pla
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
-from gpp_plugin.plan.request import PlanRequest, TensorRules, check_request, one_stage_a_rank, tensor_rules
+from gpp_plugin.plan.request import (
+    BAND,
+    PlanRequest,
+    TensorRules,
+    check_request,
+    one_stage_a_rank,
+    tensor_rules,
+)
+from gpp_plugin.plan.selection import simplest
 from gpp_plugin.plan.tied_blocks import joined_request, parted
 from gpp_plugin.plan.validate_plan import validate_for
 from gpp_plugin.plugins import PLANNERS, find_planner, planning_schedule
@@ -53,6 +62,9 @@ def request_for(
         zero_stage: ``auto`` leaves it open.
         is_unit_open: as of `PlanRequest`, where the mode has one loss for several units.
     """
+    # what the user says of stages or their order is what was asked for, however little it gains
+    said = (config.planner, config.stages, config.data_parallel, config.schedule)
+    is_free = set(said) == {"auto"} and config.virtual_stages in (1, "auto") and config.mode == "sync"
     # "auto" leaves a key to the planner, which sees None
     virtual, tensor, limit = config.virtual_stages, config.tensor_parallel, config.memory.limit_gb
     return PlanRequest(
@@ -82,6 +94,7 @@ def request_for(
         vertical_sync=config.vertical_sync,
         virtual_stages=None if virtual == "auto" else virtual,
         colocate=config.colocate == "auto",
+        band=BAND if is_free else 0.0,
         tensor_parallel=None if tensor == "auto" else tensor,
     )
 
@@ -89,7 +102,8 @@ def request_for(
 def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], PipelinePlan]) -> PipelinePlan:
     """Return the finished plan with the shortest step of a request, which may leave its ZeRO stage or loss unit open.
 
-    None is slower than plain data parallelism. Stages are searched under ZeRO 1, which takes hardly longer than 0 and
+    None is slower than plain data parallelism, and of those within the request's band of the shortest it is the one of
+    the fewest stages (`simplest`). Stages are searched under ZeRO 1, which takes hardly longer than 0 and
     holds less, and under that of the best plain plan where it is another; under 2 and 3 too where nothing fits.
     Loss units are searched for plain plans alone; others have that of `best_unit`.
 
@@ -116,7 +130,8 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
             problem = problem or error
     for each in plain:
         own, (stage_of_all,) = settled(request, each), each.stages
-        if any(plan.iteration_us <= each.iteration_us * (1 + 1e-9) for plan in plans):
+        bounds = (plan.iteration_us * (1 + request.band * (len(plan.stages) > 1)) for plan in plans)
+        if min(bounds, default=math.inf) <= each.iteration_us * (1 + 1e-9):
             continue
         own = dataclasses.replace(
             own,
@@ -129,7 +144,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     if not plans:
         assert problem is not None
         raise problem
-    return min(plans, key=lambda plan: plan.iteration_us)
+    return simplest(plans, request.band)
 
 
 @paused_collector()  # it would walk the model's graphs and every stage tried again and again: they hold no circles

@@ -1,4 +1,4 @@
-"""What is read off a timeline: in-flight and memory over time, start-up, the critical path, what travel is hidden.
+"""What is read off a timeline: in-flight and memory over time, start-up, what travel is hidden.
 
 Everything here takes timelines from any source: predicted, rehearsed or measured. `times_of_ranks` compares what the
 tasks of ranks took with the plan, and with each other.
@@ -10,7 +10,7 @@ Tests: tests/simulate/test_overlap.py, tests/nccl/test_overlap.py, tests/simulat
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -20,7 +20,6 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, stage_compute_us
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.timeline import COMPUTE_KINDS, LAST_KINDS, Event, EventKind, Timeline
-from gpp_plugin.schedule.messages import gradient_kinds
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.simulate.predict import num_windows
 
@@ -171,126 +170,6 @@ def measured_steady_us(plan: PipelinePlan, timeline: Timeline) -> float:
         window = min((task.micro_batch + behind) // windows.micro_batches + 1, count + 1)
         ends[window] = max(ends[window], event.end_us)
     return (ends[count] - ends[windows.first_steady]) / (count - windows.first_steady)
-
-
-def critical_path(plan: PipelinePlan, timeline: Timeline) -> tuple[Event, ...]:
-    """Return the tasks that determine the iteration time, first to last.
-
-    From the task that ends last, it steps back to whatever the task waited for longest: the task
-    before it on its rank or a message. Of several at one time it takes the one nearest the sinks
-    (AutoPipe, section III-C: the critical path closest to the last stage).
-    """
-    # Two stages, two micro-batches, F 1 us, B 2 us; walked from the right, the path is marked by capitals:
-    #
-    #   us       0    1    2    3    4    5    6    7    8    9
-    #   stage 0  |0F0 |0f1 |    .    |0b0      |    |0B1      |
-    #   stage 1  .    |1F0 |1B0      |1F1 |1B1      |
-    #
-    # 0B1 waited for 0b0 until 6, for 1B1's gradient until 7: step to 1B1, and so on to 0F0. The tasks of the
-    # path add up to the iteration, 1 + 1 + 2 + 1 + 2 + 2 = 9, where messages take no time.
-    tasks = _tasks_by_rank(timeline)
-    if not tasks:
-        return ()
-    # Events are no keys (two may be equal): the task before it on its rank is found by identity.
-    previous = {
-        id(event): before
-        for events in tasks.values()
-        for before, event in zip(events, events[1:], strict=False)
-    }
-    found: dict[_TaskKey, list[Event]] = defaultdict(list)
-    for event in (event for events in tasks.values() for event in events):
-        found[_task_key(event)].append(event)
-    # By (rank, stage, edge, micro-batch, half): when the last of these messages came, in us. A timeline without
-    # receives (one written by hand) falls back to the end of the task that made the message.
-    arrival: dict[tuple[int, int, int, int, int | None], float] = {}
-    for event in timeline.events:
-        if event.kind is EventKind.RECEIVE:
-            key = (event.rank, event.stage, event.edge, event.micro_batch, event.half)
-            arrival[key] = max(arrival.get(key, event.end_us), event.end_us)
-    depth = _depths(plan)
-    current = max(
-        (event for events in tasks.values() for event in events),
-        key=lambda e: (e.end_us, depth[e.stage], -e.rank),
-    )
-    path = [current]
-    while True:
-        waited = [(e.end_us, e) for e in [previous.get(id(current))] if e is not None]
-        for edge, producers in _producers(plan, current, found):
-            last = max(producers, key=lambda e: (e.end_us, -e.rank))
-            stage = plan.stages[current.stage]
-            row = stage.tensor_ranks(stage.position(current.rank)[0])  # they wait for each other's messages
-            keys = [(rank, current.stage, edge, current.micro_batch, current.half) for rank in row]
-            waited.append((max((arrival[key] for key in keys if key in arrival), default=last.end_us), last))
-        if not waited:
-            return tuple(reversed(path))
-        _, current = max(waited, key=lambda w: (w[0], depth[w[1].stage], w[1].end_us, -w[1].rank))
-        path.append(current)
-
-
-_TaskKey = tuple[int, str, int, int]
-"""Stage, direction of what the task sends, micro-batch, rank."""
-
-
-def _task_key(event: Event) -> _TaskKey:
-    kind = event.kind  # compared, not looked up: a search calls this for hundreds of thousands of events
-    if kind is EventKind.FORWARD:
-        direction = "activation"
-    else:
-        direction = "nothing" if kind is EventKind.WEIGHT_GRADIENT else "gradient"
-    return (event.stage, direction, event.micro_batch, event.rank)
-
-
-def _producers(
-    plan: PipelinePlan, event: Event, found: Mapping[_TaskKey, list[Event]]
-) -> Iterator[tuple[int, list[Event]]]:
-    """Yield for each edge that feeds a task the tasks whose messages it waits for."""
-    if event.kind is EventKind.WEIGHT_GRADIENT:
-        return
-    # The consumer's samples, cut into the producer's local batches, as messages are (`schedule.messages`): number p
-    # of them is micro-batch p // degree on data position p % degree. A consumer of samples 4..7 reads of a producer
-    # with 2 samples a rank on 2 ranks p = 2, 3: micro-batch 1, positions 0 and 1.
-    stage = plan.stages[event.stage]
-    samples = stage.samples(event.micro_batch, event.rank, event.half)
-    direction = _task_key(event)[1]
-    for index, edge in enumerate(plan.edges):
-        is_forward = event.kind is EventKind.FORWARD
-        if (edge.dst if is_forward else edge.src) != event.stage:
-            continue
-        other = edge.src if is_forward else edge.dst
-        size, degree = plan.stages[other].local_batch_size, plan.stages[other].degree
-        parts = range(samples.first_sample // size, -(-samples.end // size))
-        has_batch, has_whole = (True, True)
-        if is_forward and not edge.batch_tensors:
-            parts = parts[: event.half != 1]  # tensors without a batch axis come with the first sample only
-        if not is_forward:
-            has_batch, has_whole = gradient_kinds(edge)
-            if not has_batch:
-                # A tensor without a batch axis travels with a consumer's first sample, so its gradient comes
-                # only from consumers that *begin* here: both ends are rounded up.
-                parts = range(-(-samples.first_sample // size), -(-samples.end // size))
-        if not has_batch and not has_whole:
-            continue
-        keys = [
-            (other, direction, p // degree, rank)
-            for p in parts
-            for rank in plan.stages[other].tensor_ranks(p % degree)
-        ]
-        events = [event for key in keys for event in found.get(key, ())]
-        if is_forward:
-            needed = samples if edge.batch_tensors else samples.first()
-            made = [plan.stages[e.stage].samples(e.micro_batch, e.rank, e.half) for e in events]
-            events = [e for e, rows in zip(events, made, strict=True) if rows.overlap(needed) is not None]
-        if events:
-            yield index, events
-
-
-def _depths(plan: PipelinePlan) -> list[int]:
-    # The longest path from a source, in edges. T5's decoder behind two encoder stages: depths 0, 1, 2.
-    depth = [0] * len(plan.stages)
-    for _ in plan.stages:  # at most as many rounds as stages; edges may come in any order
-        for edge in plan.edges:
-            depth[edge.dst] = max(depth[edge.dst], depth[edge.src] + 1)
-    return depth
 
 
 # How much of what travels is hidden behind computing: messages, gathers, reductions, and swap's copies each way.

@@ -17,7 +17,6 @@ from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import tensor_pairs
 from gpp_plugin.schedule.program_sets import lower_async
 from gpp_plugin.simulate.predict import predict_iteration_us, simulate_plan, simulate_programs
-from gpp_plugin.simulate.timeline_metrics import critical_path
 from tests.schedule.plans import changed, make_edge, on_rows, proven, simple_plan, with_all
 from tests.schedule.test_async import random_async_plan
 
@@ -176,23 +175,6 @@ def test_tensor_ranks_run_each_task_together():
         assert ran[0] == ran[1]
         assert all(end - start == 7.0 for start, end in ran[0])
     assert predict_iteration_us(plan, durations=durations) == timeline.iteration_us
-
-
-def test_the_critical_path_goes_through_what_any_rank_of_a_row_waited_for():
-    for seed in range(40):
-        rng = random.Random(seed)
-        plan = random_grid_plan(rng)
-        times = {
-            (i, kind, m, rank): rng.uniform(1.0, 9.0)
-            for i, stage in enumerate(plan.stages)
-            for kind in KINDS
-            for m in range(plan.num_micro_batches(i))
-            for rank in stage.ranks
-        }
-        timeline = simulate_plan(plan, durations=times)
-        path = critical_path(plan, timeline)
-        assert path[0].start_us == 0.0 and path[-1].end_us == timeline.iteration_us
-        assert all(after.start_us == before.end_us for before, after in zip(path, path[1:], strict=False))
 
 
 def test_the_proof_takes_collectives_inside_tasks_into_account():

@@ -1,9 +1,7 @@
 import dataclasses
-import random
 
 import pytest
 
-from gpp_benchmarks._random_plans import random_draw, random_plan
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.timeline import Timeline
@@ -11,7 +9,6 @@ from gpp_plugin.simulate.predict import simulate_plan
 from gpp_plugin.simulate.timeline_metrics import (
     STRAGGLES,
     StageMemory,
-    critical_path,
     in_flight_over_time,
     memory_over_time,
     peak_in_flight,
@@ -19,10 +16,6 @@ from gpp_plugin.simulate.timeline_metrics import (
     times_of_ranks,
 )
 from tests.schedule.plans import chain_plan, cluster_of, freeze, simple_plan, with_all
-
-
-def text(path):
-    return " ".join(str(e.task) for e in path)
 
 
 def test_in_flight_over_time():
@@ -64,7 +57,6 @@ def test_a_rank_of_several_stages_holds_what_they_hold_together():
     plan = with_all(simple_plan([2, 2], [(0, 1)], mini_batch=4), ranks=(0,), in_flight=1)
     timeline = simulate_plan(plan)
     # 0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1, 1 us each
-    assert text(critical_path(plan, timeline)) == "0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"
     assert in_flight_over_time(timeline)[0][:5] == ((0.0, 1), (1.0, 2), (3.0, 1), (4.0, 1), (5.0, 2))
     memory = [
         StageMemory(static_bytes=100, saved_bytes_per_sample=5),
@@ -77,11 +69,6 @@ def test_a_rank_of_several_stages_holds_what_they_hold_together():
 def test_start_up():
     assert start_up_us(simulate_plan(chain_plan(4, 8, forward_us=3.0))) == 9.0
     assert start_up_us(Timeline(source="measured", plan="", events=())) == 0.0
-
-
-def test_critical_path_of_a_chain_runs_along_the_last_stage():
-    path = critical_path(chain_plan(3, 3), simulate_plan(chain_plan(3, 3)))
-    assert text(path) == "0F0 1F0 2F0 2B0 2F1 2B1 2F2 2B2 1B2 0B2"
 
 
 def test_halves_and_split_backwards():
@@ -100,35 +87,6 @@ def test_halves_and_split_backwards():
         (0.0, 0.0), (1.0, 7.0), (2.0, 12.0), (3.0, 14.0), (5.0, 14.0), (7.0, 14.0), (9.0, 14.0),
         (11.0, 14.0), (13.0, 0.0),
     )  # fmt: skip
-    assert text(critical_path(plan, timeline)) == "0F0a 1F0a 1F0b 1I0 1W0 1F1 1I1 0B1"
-
-
-def test_critical_path_adds_up_where_messages_take_no_time():
-    for seed in range(80):
-        draw = random_draw(seed)
-        plan = draw.plan
-        timeline = simulate_plan(plan, schedules=draw.schedules)
-        if draw.forward_only or any(schedule.joined for schedule in draw.schedules):
-            continue  # what waits for its consumers, or for a half that it does not read
-        path = critical_path(plan, timeline)
-        assert sum(e.end_us - e.start_us for e in path) == pytest.approx(timeline.iteration_us)
-        assert all(
-            before.end_us <= after.start_us + 1e-9 for before, after in zip(path, path[1:], strict=False)
-        )
-
-
-def test_critical_path_has_no_slack_but_messages():
-    for seed in range(40):
-        plan = random_plan(random.Random(seed))
-        cluster = cluster_of(24, bytes_per_s=1e12, latency_us=0.3)
-        timeline = simulate_plan(plan, cluster=cluster)
-        path = critical_path(plan, timeline)
-        assert path[0].start_us == 0.0 and path[-1].end_us == timeline.iteration_us
-        for before, after in zip(path, path[1:], strict=False):
-            if before.rank == after.rank:
-                assert after.start_us == pytest.approx(before.end_us)
-            else:
-                assert after.start_us > before.end_us
 
 
 def two_by_two(**changes) -> PipelinePlan:

@@ -34,6 +34,7 @@ from gpp_plugin.library.analytic_models import attention, forward_us, in_dtype, 
 from gpp_plugin.library.paper_graphs import transformer
 from gpp_plugin.plan.cluster_files import read_cluster
 from gpp_plugin.plan.costs.cost_model import CostModel
+from gpp_plugin.plan.request import STEP_ERROR
 from gpp_plugin.schedule.build import build_schedules
 
 LLAMA_RANKS, LLAMA_PUBLISHED = 8, 128 / 100
@@ -139,7 +140,7 @@ def chain_us(
 # A layer of 22B: 8.1 ms and 21.1 of backward; selectively 7.7 and 13.8.
 
 LENGTH, WORDS = 2048, 51200
-BAND = 0.12
+BAND = STEP_ERROR
 SIZES = (1, 2, 4, 8)
 """Samples of a micro-batch that are tried."""
 MEGATRON = (

@@ -114,7 +114,9 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     gain = plan.iteration_us / shared.iteration_us - 1.0  # 0.1 of 110 us and 100 us
     than = f"{abs(gain):.1%} {'quicker' if gain >= 0 else 'slower'} than one stage a rank"
     tried = f"{len(shared.stages)} stages on {shared.num_ranks} ranks, the best of {num_tried} ways to share ranks"
-    if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (1.0 - GAIN):
+    if not request.must_share_ranks and shared.iteration_us >= plan.iteration_us * (
+        1.0 - max(GAIN, request.band)
+    ):
         note = f"ranks of one stage each: {tried}, are {than}"
         return dataclasses.replace(plan, notes=(*plan.notes, note, *report.notes))
     note = f"{tried}: {than}"

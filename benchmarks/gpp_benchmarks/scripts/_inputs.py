@@ -1,0 +1,205 @@
+"""What HuggingFace's example scripts read: small models with random weights, tokenizers, samples, metrics.
+
+`cases.json` has a row a script. All is drawn from one seed. Texts are of unlike lengths and classes uneven, so that an
+order or a weight that is wrong is seen in losses. Metrics, and what would be downloaded beside them, are local modules.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+TABLES: Mapping[str, Mapping[str, Any]] = json.loads(
+    Path(__file__).with_name("cases.json").read_text(encoding="utf-8")
+)
+CASES = TABLES["scripts"]
+"""Name of a script -> its model's class and fields, the function below that writes samples, arguments, metrics."""
+
+WORDS = "on a quiet lake two boats were waiting for wind that came late and cold".split()
+NAMES = "river tower garden engine letter winter".split()
+KNOWN = ("<pad>", "<unk>", "<s>", "</s>", "<mask>", *WORDS, *NAMES, ".", "?", "what", "is", "the")
+"""Token numbers; models have 40 of them."""
+
+TRAINED, HELD_OUT = 48, 11
+
+METRIC = """import datasets
+import evaluate
+
+INT, TEXT, LIST = datasets.Value("int64"), datasets.Value("string"), datasets.Sequence
+
+
+class Metric(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features({features})
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references, **options):
+        hits = [{hit} for p, r in zip(predictions, references)]
+        return dict.fromkeys({names}, sum(hits) / len(hits))
+"""
+NLTK = """def sent_tokenize(text):
+    return text.split(". ")
+
+
+class data:
+    find = staticmethod(str)
+"""
+"""What run_summarization asks of it; the real one would download."""
+
+
+def make_inputs(name: str, here: Path, *, has_dropout: bool) -> None:
+    """Write the model, what prepares its samples, the samples and the metrics of a script into a folder."""
+    case = CASES[name]
+    SAMPLES[case["samples"]](here, random.Random(3))
+    _make_model(case, here / "model", has_dropout=has_dropout)
+    modules = {f"{metric}/{metric}": METRIC.format(**TABLES["metrics"][metric]) for metric in case["metrics"]}
+    for module, text in {**modules, "modules/nltk": NLTK}.items():
+        file = here / f"{module}.py"
+        file.parent.mkdir()
+        file.write_text(text, encoding="utf-8")
+
+
+def _make_model(case: Mapping[str, Any], folder: Path, *, has_dropout: bool) -> None:
+    import torch
+    import transformers
+
+    model_class = getattr(transformers, case["model"])
+    config = model_class.config_class(**case["fields"])
+    parts = (config, *(part for part in vars(config).values() if hasattr(part, "model_type")))
+    for part in () if has_dropout else parts:
+        for key in vars(part):
+            if ("dropout" in key or key.endswith("pdrop")) and isinstance(getattr(part, key), float):
+                setattr(part, key, 0.0)
+    torch.manual_seed(5)
+    model_class(config).save_pretrained(folder)
+    if "image_processor" in case:
+        name, fields = case["image_processor"]
+        getattr(transformers, name)(**fields).save_pretrained(folder)
+    if case.get("has_text", True):
+        _make_tokenizer(folder)
+
+
+def _make_tokenizer(folder: Path) -> None:
+    """Save one that knows the words of the samples and adds <s> and </s>."""
+    import transformers
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    numbers = {word: number for number, word in enumerate(KNOWN)}
+    tokenizer = Tokenizer(models.WordLevel(numbers, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        pair="<s> $A </s> $B </s>",
+        special_tokens=[(word, numbers[word]) for word in ("<s>", "</s>")],
+    )
+    roles = {
+        "pad": "<pad>",
+        "unk": "<unk>",
+        "bos": "<s>",
+        "eos": "</s>",
+        "cls": "<s>",
+        "sep": "</s>",
+        "mask": "<mask>",
+    }
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        model_max_length=64,
+        **{f"{role}_token": word for role, word in roles.items()},
+    ).save_pretrained(folder)
+
+
+def _sentence(draw: random.Random, least: int = 3, most: int = 19) -> str:
+    return " ".join(draw.choices(WORDS, k=draw.randint(least, most)))
+
+
+def _write(here: Path, row: Callable[[int], dict[str, Any]], *, key: str = "") -> None:
+    """Write train.json and validation.json, a sample a line, or a list of them under ``key``."""
+    for name, numbers in (("train", range(TRAINED)), ("validation", range(TRAINED, TRAINED + HELD_OUT))):
+        rows = [row(number) for number in numbers]
+        text = json.dumps({key: rows}) if key else "\n".join(map(json.dumps, rows))
+        (here / f"{name}.json").write_text(text, encoding="utf-8")
+
+
+def _texts(here: Path, draw: random.Random) -> None:
+    for name, count in (("train", TRAINED), ("validation", HELD_OUT)):
+        text = "\n".join(_sentence(draw) for _ in range(count))
+        (here / f"{name}.txt").write_text(text, encoding="utf-8")
+
+
+def _pairs(here: Path, draw: random.Random) -> None:
+    _write(
+        here,
+        lambda n: {
+            "sentence1": _sentence(draw),
+            "sentence2": _sentence(draw, 1, 7),
+            "label": int(n % 4 == 1),
+        },
+    )
+
+
+def _labelled(here: Path, draw: random.Random) -> None:
+    _write(here, lambda n: {"sentence": _sentence(draw), "label": ("calm", "storm", "calm", "fog")[n % 4]})
+
+
+def _questions(here: Path, draw: random.Random) -> None:
+    def row(number: int) -> dict[str, Any]:
+        before, answer, after = _sentence(draw, 2, 9), draw.choice(NAMES), _sentence(draw, 1, 9)
+        return {
+            "id": str(number),
+            "question": f"what is the {draw.choice(WORDS)} ?",
+            "context": f"{before} {answer} {after}",
+            "answers": {"text": [answer], "answer_start": [len(before) + 1]},
+        }
+
+    _write(here, row, key="data")
+
+
+def _tags(here: Path, draw: random.Random) -> None:
+    def row(number: int) -> dict[str, Any]:
+        tokens = [draw.choice(NAMES if draw.random() < 0.3 else WORDS) for _ in range(draw.randint(3, 15))]
+        return {"tokens": tokens, "ner_tags": ["B-PLACE" if token in NAMES else "O" for token in tokens]}
+
+    _write(here, row)
+
+
+def _translations(here: Path, draw: random.Random) -> None:
+    _write(here, lambda n: {"translation": {"en": _sentence(draw), "fr": _sentence(draw, 2, 8)}})
+
+
+def _summaries(here: Path, draw: random.Random) -> None:
+    _write(here, lambda n: {"text": _sentence(draw, 6, 30), "summary": _sentence(draw, 2, 6)})
+
+
+def _images(here: Path, draw: random.Random) -> None:
+    import numpy as np
+    from PIL import Image
+
+    numbers = np.random.default_rng(draw.randrange(2**31))
+    for split, count in (("train", TRAINED), ("validation", HELD_OUT)):
+        for number in range(count):
+            folder = here / split / ("boat", "lake", "boat")[number % 3]
+            folder.mkdir(parents=True, exist_ok=True)
+            size = draw.randint(18, 31), draw.randint(18, 31), 3
+            Image.fromarray(numbers.integers(0, 255, size, dtype=np.uint8)).save(folder / f"{number}.png")
+
+
+def _captions(here: Path, draw: random.Random) -> None:
+    _images(here, draw)
+    files = [str(file) for split in ("train", "validation") for file in sorted((here / split).rglob("*.png"))]
+    _write(here, lambda n: {"image_path": files[n], "caption": _sentence(draw)})
+
+
+SAMPLES: Mapping[str, Callable[[Path, random.Random], None]] = {
+    "captions": _captions,
+    "images": _images,
+    "labelled": _labelled,
+    "pairs": _pairs,
+    "questions": _questions,
+    "summaries": _summaries,
+    "tags": _tags,
+    "texts": _texts,
+    "translations": _translations,
+}

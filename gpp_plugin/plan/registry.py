@@ -122,9 +122,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     wanted = [first, *(plan.zero_stage for plan in plain if plan.zero_stage != first)]
     for stage in dict.fromkeys((*wanted, *(stage for stage in others if stage > first))):
         # nothing is quicker under 2 or 3 but by what fits
-        is_behind = (
-            stage > first and plans and plans[0].iteration_us <= plain[0].iteration_us if plain else False
-        )
+        is_behind = stage > first and any(p.iteration_us <= q.iteration_us for p in plans for q in plain)
         if plans and (stage not in wanted or is_behind):
             break
         try:

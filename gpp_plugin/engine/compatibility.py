@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.engine.engine_files import PipelineFiles
+from gpp_plugin.engine.loading.training_data import TrainingData
 from gpp_plugin.engine.rank_engine import RankEngine, StageEngine
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.errors import ConfigError
@@ -73,6 +74,8 @@ class PipelineSurface(nn.Module):
         ds_config: the whole DeepSpeed configuration.
     """
 
+    _data: TrainingData
+
     def __init__(
         self,
         *,
@@ -106,6 +109,51 @@ class PipelineSurface(nn.Module):
             near = difflib.get_close_matches(name, present, n=1, cutoff=0.8)
             reason = f"did you mean engine.{near[0]}?" if near else "docs/porting.md lists what it has"
         raise AttributeError(f"engine.{name} does not exist for a graph of stages: {reason}")
+
+    # ---- gradients -----------------------------------------------------------------------------
+
+    def retain_gradients(self, retain: bool = True) -> None:
+        """Keep each step's gradients for `gradients`; costs a copy of this rank's gradients.
+
+        Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
+        """
+        self.rank_engine.keeps_gradients = retain
+
+    @property
+    def gradients(self) -> dict[str, Tensor]:
+        """Return the last step's unscaled, unclipped fp32 gradients of this rank's parameters, whole ones.
+
+        Raises:
+            ConfigError: `retain_gradients` was not called before the step.
+        """
+        if self.rank_engine.gradients is None:
+            raise ConfigError(
+                "gradients are not retained; call engine.retain_gradients() before train_batch()"
+            )
+        return self.rank_engine.gradients
+
+    # ---- data ----------------------------------------------------------------------------------
+
+    @property
+    def training_dataloader(self) -> Any:
+        """Return what `train_batch` reads when it is called without data; None where there is nothing."""
+        return self._data.loader
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
+        self._data.use_loader(loader)
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Apply ``fn`` to every batch that is loaded or taken from an iterator; it returns a dict of tensors.
+
+        Raises:
+            ConfigError: the engine's own loader has begun.
+        """
+        self._data.apply(fn)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Use ``iterator`` when `train_batch` is called without data."""
+        self._data.use_iterator(iterator)
 
     # ---- this rank's part of the model, under the names of HuggingFace's files -----------------------
 

@@ -548,63 +548,38 @@ class GraphPipelineEngine(PipelineSurface):
             )
         if num_micro_batches is not None and num_micro_batches < 1:
             raise ConfigError(f"eval_batch: num_micro_batches is {num_micro_batches}; give a positive number")
+        wanted = tuple(outputs) if return_logits or not compute_loss else ()
         refusal = self._look_at_model(is_training=False)
         batch = self._data.take(data_iter, count=num_micro_batches, refusal=refusal)
-        wanted = tuple(outputs) if return_logits or not compute_loss else ()
-        if not compute_loss:
-            batch = without_keys(batch, NO_LOSS)
+        return self._evaluated([batch], wanted, needs_loss=compute_loss)[0]
+
+    def eval_batches(
+        self, batches: Sequence[Any], *, outputs: Sequence[str] = (), compute_loss: bool = True
+    ) -> list[Any]:
+        """Evaluate batches of one shape, or loss units of any, as `eval_batch` each; the pipeline stays full meanwhile.
+
+        Args:
+            outputs, compute_loss: as of `eval_batch`; without ``outputs`` the losses alone are returned.
+
+        Raises:
+            ConfigError: the batches have different shapes, and are no loss units.
+        """
+        self.rank_engine.refuse_while_gathered()
+        self._steps.drain()
+        taken = self._data.take_each(batches, refusal=self._look_at_model(is_training=False))
+        return self._evaluated(taken, tuple(outputs), needs_loss=compute_loss)
+
+    def _evaluated(self, batches: Sequence[Batch], wanted: tuple[str, ...], *, needs_loss: bool) -> list[Any]:
+        if not needs_loss:
+            batches = [without_keys(batch, NO_LOSS) for batch in batches]
+        answers: list[Any] = []
         with MODEL_STREAMS.drawing():
-            loss, found = self._evaluator.evaluate(batch, outputs=wanted, needs_loss=compute_loss)
-        value = torch.tensor(loss, dtype=torch.float32, device=self.device)
-        if not wanted:
-            return value
-        answer = found[wanted[0]] if len(wanted) == 1 else found
-        return (value, answer) if compute_loss else answer
-
-    # ---- data ----------------------------------------------------------------------------------
-
-    @property
-    def training_dataloader(self) -> Any:
-        """Return what `train_batch` reads when it is called without data; None where there is nothing."""
-        return self._data.loader
-
-    def set_dataloader(self, loader: Any) -> None:
-        """Use ``loader`` (the same batches on every rank) when `train_batch` is called without data."""
-        self._data.use_loader(loader)
-
-    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Apply ``fn`` to every batch that is loaded or taken from an iterator; it returns a dict of tensors.
-
-        Raises:
-            ConfigError: the engine's own loader has begun.
-        """
-        self._data.apply(fn)
-
-    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """Use ``iterator`` when `train_batch` is called without data."""
-        self._data.use_iterator(iterator)
-
-    # ---- gradients -----------------------------------------------------------------------------
-
-    def retain_gradients(self, retain: bool = True) -> None:
-        """Keep each step's gradients for `gradients`; costs a copy of this rank's gradients.
-
-        Call it on every rank: from ZeRO 1 on the ranks of a stage gather them together.
-        """
-        self.rank_engine.keeps_gradients = retain
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """Return the last step's unscaled, unclipped fp32 gradients of this rank's parameters, whole ones.
-
-        Raises:
-            ConfigError: `retain_gradients` was not called before the step.
-        """
-        if self.rank_engine.gradients is None:
-            raise ConfigError(
-                "gradients are not retained; call engine.retain_gradients() before train_batch()"
-            )
-        return self.rank_engine.gradients
+            evaluated = self._evaluator.evaluate(batches, outputs=wanted, needs_loss=needs_loss)
+        for loss, found in evaluated:
+            value = torch.tensor(loss, dtype=torch.float32, device=self.device)
+            answer = found[wanted[0]] if len(wanted) == 1 else found
+            answers.append((value, answer) if wanted and needs_loss else answer if wanted else value)
+        return answers
 
     # ---- generation ----------------------------------------------------------------------------
 

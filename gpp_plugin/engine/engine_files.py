@@ -77,7 +77,7 @@ from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import loads, parse_json
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.report.progress import shown_as
-from gpp_plugin.runtime.random_streams import MODEL_STREAMS, HostStreams, streams_described
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS, streams_described
 from gpp_plugin.runtime.ranks.agreement import WEIGHT as OF_WEIGHT
 from gpp_plugin.runtime.ranks.agreement import agree, describe_tensor
 from gpp_plugin.runtime.ranks.collectives import Collectives, do_together, finish
@@ -373,15 +373,13 @@ class _Checked:
     """A checkpoint that this rank found whole and fitting, and what of it is no tensor of the model.
 
     Args:
-        state: of `state.json`, its tensors read.
+        state: of `state.json`, its tensors read, and the program's generators.
         random: of the rank's own file: what its model draws from.
-        program: the generators that the program draws from, on every rank.
     """
 
     saved: CheckpointTensors
     state: dict[str, Any]
     random: dict[str, Any] | None
-    program: HostStreams | None
     optimizers: dict[int, StageOptimizerState]
 
 
@@ -582,7 +580,6 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         needed |= {(STATE_TENSORS, key) for key in manifest.files[STATE_TENSORS].tensors}
     saved.check(needed, texts)
     text = read_text(target, STATE, expected=manifest.texts.get(STATE, ""))
-    program: HostStreams | None = None
     with parsing(STATE):
         state = saved.shared_state(parse_json(text, what=STATE, max_depth=MOST_DEPTH))
         if not isinstance(state["client_state"], dict):
@@ -593,7 +590,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
             if state["data"] is not None:
                 check_position(state["data"])
             if state.get("random") is not None:  # those of before have none
-                program = streams_described(from_json(state["random"], tensor=None))
+                state["random"] = streams_described(from_json(state["random"], tensor=None))
     random = None
     if has_own:
         with parsing(own_file):
@@ -608,7 +605,7 @@ def _check(stages: Sequence[StageEngine], root: Path, tag: str, wanted: _Wanted)
         with parsing(PLAN):
             if saved_stages(loads(PipelinePlan, text)) != manifest.stages:
                 raise BrokenFile(f"{PLAN} is another plan than the manifest's, {manifest.describe_plan()}")
-    return _Checked(saved=saved, state=state, random=random, program=program, optimizers=optimizers)
+    return _Checked(saved=saved, state=state, random=random, optimizers=optimizers)
 
 
 def _check_weights(engine: StageEngine, saved: CheckpointTensors) -> set[tuple[str, str]]:
@@ -662,7 +659,7 @@ def _read(stages: Sequence[StageEngine], checked: _Checked, wanted: _Wanted) -> 
         if checked.random is not None:
             restore_random_state(engine.device, checked.random)
         # in checkpoints of before, models drew from the program's generators
-        if program := checked.program or (MODEL_STREAMS.state if checked.random is not None else None):
+        if program := checked.state.get("random") or (checked.random and MODEL_STREAMS.state):
             MODEL_STREAMS.continue_beside(program)
         _log_what_differs(engine, manifest, is_same=is_same, has_own=checked.random is not None)
 

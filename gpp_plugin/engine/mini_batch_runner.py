@@ -30,22 +30,22 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
+from gpp_plugin.integrations.huggingface.model_inputs import NUM_ITEMS
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch, joined_breakdown
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
-from gpp_plugin.runtime.batches import Batch, UnitBatch, lately, take_samples, units_of
+from gpp_plugin.runtime.batches import Batch, UnitBatch, join_batches, lately, units_of, without_keys
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
-    EvaluationPart,
     channels_of,
     evaluation_plan,
     held_tensors,
     make_programs,
+    parts_of,
     plan_of_units,
-    split_evaluation,
     tied_stages,
 )
 from gpp_plugin.runtime.rank_runner import RankRunner
@@ -498,22 +498,26 @@ class Evaluator:
 
     @torch.no_grad()
     def evaluate(
-        self, batch: Batch, *, outputs: tuple[str, ...], needs_loss: bool
-    ) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of the batch and the named outputs of all its samples, on every rank.
+        self, batches: Sequence[Batch], *, outputs: tuple[str, ...], needs_loss: bool
+    ) -> list[tuple[float, dict[str, Any]]]:
+        """Return the mean loss of each batch and the named outputs of all its samples, on every rank.
+
+        Args:
+            batches: of one shape, or each one loss unit; they run as one, so that the pipeline stays full.
 
         Raises:
             ConfigError: ``needs_loss``, and the model returns none for such a batch.
             CommTimeout: a rank did not finish.
         """
         with _in_evaluation(self._modules.values()):
-            return self._evaluate(batch, outputs=outputs, needs_loss=needs_loss)
+            return self._evaluate(batches, outputs=outputs, needs_loss=needs_loss)
 
     def _evaluate(
-        self, batch: Batch, *, outputs: tuple[str, ...], needs_loss: bool
-    ) -> tuple[float, dict[str, Any]]:
-        are_units = isinstance(batch, UnitBatch)
-        typical = max(units_of(batch), key=len)  # units may lack inputs that others have
+        self, batches: Sequence[Batch], *, outputs: tuple[str, ...], needs_loss: bool
+    ) -> list[tuple[float, dict[str, Any]]]:
+        batch, num_batches = batches[0], len(batches)
+        # units may lack inputs that others have
+        typical = max((unit for each in batches for unit in units_of(each)), key=len)
         # the captured graph depends on entries that are no tensors as well
         constants = {name: None if isinstance(v, Tensor) else repr(v) for name, v in typical.items()}
         key = (outputs, *sorted(constants.items(), key=lambda item: item[0]))
@@ -525,27 +529,44 @@ class Evaluator:
             )
         rule = self._source.unit_rule(reference)
         if rule is not None:
-            batch = rule.units(batch) if isinstance(batch, UnitBatch) else rule.evaluated(batch)
+            batches = [
+                rule.units(each) if isinstance(each, UnitBatch) else rule.evaluated(each) for each in batches
+            ]
         self._source.learn_shapes(reference, typical)
-        parts = _parts(plan, batch)
-        total = 0.0
-        collected: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in outputs}
+        split = [parts_of(plan, each) for each in batches]
+        totals = [0.0] * num_batches
+        collected: list[dict[str, list[tuple[int, Tensor]]]] = [
+            {name: [] for name in outputs} for _ in batches
+        ]
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
         # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
-        for part, rows in parts:
-            with self._weights_for(part.plan):
-                runner = self._runner_for(key, reference, part.plan, rows)
+        # Of three such batches the parts are 48, 12 and 3: no micro-batch has samples of two of them.
+        for parts in zip(*split, strict=True):
+            part, (rows, counts) = parts[0][0], _joined([own for _, own in parts])
+            size = part.plan.mini_batch
+            whole = dataclasses.replace(part.plan, mini_batch=size * num_batches)
+            with self._weights_for(whole):
+                runner = self._runner_for(key, reference, whole, rows)
                 if runner is None:
                     self._runner.stand_by(rows)
                     continue
                 result = self._runner.run(runner, rows)
-            total += share_of_loss(result.losses, _count(batch), is_sum=runner.sums_losses)
+            each = len(result.losses) // num_batches
+            for number, factor in enumerate(counts):
+                own = result.losses[number * each : (number + 1) * each]
+                totals[number] += factor * share_of_loss(
+                    own, _count(batches[number]), is_sum=runner.sums_losses
+                )
             for name, pieces in result.outputs.items():
-                collected[name] += [(part.first_sample + first, piece) for first, piece in pieces]
+                for first, piece in pieces:
+                    number, local = divmod(first, size)
+                    collected[number][name].append((part.first_sample + local, piece))
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
-        whole = self._collectives.sum(torch.tensor([total], dtype=torch.float64), "the loss of an evaluation")
-        given = batch if are_units else None
-        return float(whole), self._gather(collected, reference, given)
+        losses = self._collectives.sum(
+            torch.tensor(totals, dtype=torch.float64), "the loss of an evaluation"
+        ).tolist()
+        found = self._gather(collected, reference, batches)
+        return list(zip(losses, found, strict=True))
 
     def close(self) -> None:
         """Release all runners."""
@@ -591,38 +612,62 @@ class Evaluator:
         return lately(self._runners, (key, plan.mini_batch, plan.loss_unit), make, most=MAX_RUNNERS)
 
     def _gather(
-        self, collected: Mapping[str, list[tuple[int, Tensor]]], reference: Reference, units: Batch | None
-    ) -> dict[str, Any]:
-        """Return the named outputs of all samples on every rank, in the order of samples.
+        self,
+        collected: Sequence[Mapping[str, list[tuple[int, Tensor]]]],
+        reference: Reference,
+        batches: Sequence[Batch],
+    ) -> list[dict[str, Any]]:
+        """Return the named outputs of all samples of each batch on every rank, in the order of samples.
 
         Those with a batch axis are joined along it; what is the same for every sample is returned once; what
         each loss unit has one of is joined along axis 0, or stacked where it has no axes. Of units with shapes of
         their own nothing is joined: they are a list, in the order in which the user gave them.
         """
-        if not collected:
-            return {}
+        if not collected[0]:
+            return [{} for _ in batches]
         # Each rank brings pieces with the number of their first sample; sorted by it they are the batch again.
-        own = {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in collected.items()}
+        own = [
+            {name: [(first, piece.cpu()) for first, piece in pieces] for name, pieces in each.items()}
+            for each in collected
+        ]
         slots = self._collectives.gather(own, "the outputs of an evaluation")
         layouts = {node.name: node.output.layout for node in reference.analysis.op_graph.nodes if node.output}
-        joined: dict[str, Any] = {}
-        for name in collected:
+
+        def join(number: int, name: str) -> Any:
             layout = layouts[reference.analysis.op_graph.outputs[name]]
-            pieces = sorted((pair for slot in slots for pair in slot[name]), key=lambda pair: pair[0])
+            pieces = sorted((pair for slot in slots for pair in slot[number][name]), key=lambda pair: pair[0])
             tensors = [piece for _, piece in pieces]
+            units = batches[number]
             if isinstance(units, UnitBatch):
                 given = units.given or range(len(tensors))
                 by_number = dict(zip(given, tensors, strict=True))
-                joined[name] = [by_number[n].to(self._device) for n in range(len(tensors))]
-                continue
+                return [by_number[n].to(self._device) for n in range(len(tensors))]
             if layout.kind is LayoutKind.UNIFORM:
                 whole = tensors[0]
             elif layout.kind is LayoutKind.BATCH:
                 whole = torch.cat(tensors, dim=layout.axis)
             else:
                 whole = torch.cat(tensors) if tensors[0].ndim else torch.stack(tensors)
-            joined[name] = whole.to(self._device)
-        return joined
+            return whole.to(self._device)
+
+        return [{name: join(number, name) for name in collected[0]} for number in range(len(batches))]
+
+
+def _joined(parts: Sequence[Batch]) -> tuple[Batch, list[float]]:
+    """Return parts of batches as one, and what the loss of each is then to be multiplied with.
+
+    A loss over the labelled tokens is divided by those of all of them.
+    """
+    counts = [each[NUM_ITEMS] for each in parts if each.get(NUM_ITEMS) is not None]
+    if len(parts) == 1 or isinstance(parts[0], UnitBatch) and not counts:
+        units = tuple(unit for each in parts for unit in units_of(each))
+        return UnitBatch(units=units) if len(parts) > 1 else parts[0], [1.0] * len(parts)
+    more = {NUM_ITEMS: torch.stack(counts).sum()} if counts else {}
+    factors = [float(more[NUM_ITEMS] / count) for count in counts] or [1.0] * len(parts)
+    bare = [without_keys(each, more) for each in parts]
+    if isinstance(parts[0], UnitBatch):
+        return UnitBatch(units=tuple({**unit, **more} for each in bare for unit in units_of(each))), factors
+    return {**join_batches(bare), **more}, factors
 
 
 @contextmanager
@@ -642,18 +687,3 @@ def _in_evaluation(modules: Iterable[nn.Module]) -> Iterator[None]:
 def _count(batch: Batch) -> int:
     """Return what a batch's loss is the mean over, losses being of so many: its samples, or its units."""
     return len(batch.units) if isinstance(batch, UnitBatch) else count_samples(batch)
-
-
-def _parts(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch]]:
-    """Return the plans that together run a batch, each with what it runs of it; units are never taken apart."""
-    if isinstance(batch, UnitBatch):  # a unit is the sample of its plan's arithmetic
-        units = batch.units
-        return [
-            (part, UnitBatch(units=units[part.first_sample : part.first_sample + part.plan.mini_batch]))
-            for part in split_evaluation(plan_of_units(plan), len(units))
-        ]
-    count = count_samples(batch)
-    return [
-        (part, take_samples(batch, part.first_sample, part.plan.mini_batch, count))
-        for part in split_evaluation(plan, count)
-    ]

@@ -12,6 +12,7 @@ from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from gpp_plugin.capture.captured_graph import resized
+from gpp_plugin.capture.tracing.sample_batches import count_samples
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, forward_only_stages
@@ -19,6 +20,7 @@ from gpp_plugin.ir.program import InstructionKind, RankProgram
 from gpp_plugin.ir.tensors import UNIT, TensorSpec
 from gpp_plugin.plan.make import stage_edges
 from gpp_plugin.plugins import Channel
+from gpp_plugin.runtime.batches import Batch, UnitBatch, take_samples
 from gpp_plugin.runtime.stage_module import Reference
 from gpp_plugin.schedule.build import build_schedules, forward_schedules
 from gpp_plugin.schedule.build_graph import Presence
@@ -245,6 +247,21 @@ def split_evaluation(plan: PipelinePlan, num_samples: int) -> tuple[EvaluationPa
             parts.append(EvaluationPart(first_sample=first, plan=_sized(plan, count, whole=size == step)))
             first += count
     return tuple(parts)
+
+
+def parts_of(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch]]:
+    """Return the plans that together run a batch, each with what it runs of it; units are never taken apart."""
+    if isinstance(batch, UnitBatch):  # a unit is the sample of its plan's arithmetic
+        units = batch.units
+        return [
+            (part, UnitBatch(units=units[part.first_sample : part.first_sample + part.plan.mini_batch]))
+            for part in split_evaluation(plan_of_units(plan), len(units))
+        ]
+    count = count_samples(batch)
+    return [
+        (part, take_samples(batch, part.first_sample, part.plan.mini_batch, count))
+        for part in split_evaluation(plan, count)
+    ]
 
 
 def _sized(plan: PipelinePlan, mini_batch: int, *, whole: bool) -> PipelinePlan:

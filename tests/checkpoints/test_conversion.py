@@ -1,7 +1,13 @@
-"""`gpp convert` in one process: a torch file, DeepSpeed's universal layout, this package's, and back."""
+"""`gpp convert` in one process: a torch file, DeepSpeed's universal layout, this package's, and back.
+
+Then checkpoints of DeepSpeed's `PipelineModule`, brought along under a model's names.
+"""
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +17,15 @@ from torch import nn
 
 from gpp_plugin.cli import main
 from gpp_plugin.engine.checkpoints.conversion import (
+    WholeState,
+    propose_names,
     read_checkpoint,
     read_torch,
     write_checkpoint,
     write_torch,
 )
 from gpp_plugin.errors import CheckpointError
+from tests.ranks import run_kept_ranks
 
 
 class Tied(nn.Module):
@@ -145,3 +154,197 @@ def test_a_universal_checkpoint_has_room_for_adam_alone(
     text = refused(capsys, tmp_path / "one.pt", tmp_path / "out", "--to", "universal")
     assert "holds exp_avg, exp_avg_sq and step, not 'momentum_buffer' of SGD" in text
     assert main(["convert", str(tmp_path / "one.pt"), str(tmp_path / "out"), "--to", "gpp"]) == 0
+
+
+# ---- DeepSpeed's PipelineModule ----------------------------------------------------------------------------
+
+
+class Text(nn.Module):
+    """What the layers of `train_stock` are as one model; its head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return the mean cross entropy."""
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        logits = nn.functional.linear(self.norm(x), self.embed.weight)
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())}
+
+
+def texts(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 16, (8, 5), generator=generator)
+    return ids, torch.randint(0, 16, (8, 5), generator=generator)
+
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 8,
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0, of two stages that share a weight by another norm
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "steps_per_print": 1000,
+}
+
+
+def head(embed: nn.Embedding, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x, embed.weight)
+
+
+def cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
+
+
+def train_stock(directory: str, stages: int, zero: int = 0) -> list[float]:
+    """Train three steps on DeepSpeed's own pipeline, save, and return the losses of the next five."""
+    import deepspeed
+    from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+
+    def embed(**given: Any) -> Any:
+        return TiedLayerSpec("embed", nn.Embedding, 16, 8, tied_weight_attr="weight", **given)
+
+    layers = [embed()]
+    for _ in range(3):
+        layers += [LayerSpec(nn.Linear, 8, 8), torch.tanh]
+    layers += [LayerSpec(nn.LayerNorm, 8), embed(forward_fn=head)]
+    torch.manual_seed(0)
+    net = PipelineModule(layers=layers, num_stages=stages, loss_fn=cross_entropy, partition_method="uniform")
+    config = {**CONFIG, "zero_optimization": {"stage": zero}}
+    engine = deepspeed.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+    def train(steps: range) -> list[float]:
+        batches = (tuple(t[n : n + 4] for t in texts(step)) for step in steps for n in (0, 4))
+        return [float(engine.train_batch(batches)) for _ in steps]
+
+    train(range(3))
+    engine.save_checkpoint(directory)
+    return train(range(3, 8))
+
+
+def continue_stock(directory: str) -> list[float]:
+    """Return the next five losses of what was converted, on two stages."""
+    import deepspeed
+
+    import gpp_plugin
+
+    torch.manual_seed(1)
+    model = gpp_plugin.GraphPipelineModule(Text(), sample_batch=texts(0))
+    config = {**CONFIG, "graph_pipeline": {"stages": 2, "verify": False, "comm_timeout_s": 60}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    assert engine.load_checkpoint(directory)[0] is not None and engine.global_steps == 3
+    return [float(engine.train_batch(iter([texts(step)]))) for step in range(3, 8)]
+
+
+@pytest.fixture
+def like(tmp_path: Path) -> Path:
+    """Return a file with the names of the model, in its order."""
+    torch.save({"module": Text().state_dict()}, tmp_path / "like.pt")
+    return tmp_path / "like.pt"
+
+
+def converted(stock: Path, like: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Path:
+    """Return a converted checkpoint, made with the map that is proposed."""
+    out, names = tmp_path / "out", tmp_path / "map.json"
+    assert main(["convert", str(stock), str(out), "--to", "gpp", "--like", str(like)]) == 0
+    assert "nothing is written" in capsys.readouterr().out
+    assert not out.exists() and not names.exists()
+    assert (
+        main(["convert", str(stock), str(out), "--to", "gpp", "--like", str(like), "--names", str(names)])
+        == 0
+    )
+    found = json.loads(names.read_text())
+    assert found.pop("0.weight", None) or found.pop("tied_modules.embed.weight")
+    assert found == {
+        "1.weight": "blocks.0.weight", "1.bias": "blocks.0.bias", "3.weight": "blocks.1.weight",
+        "3.bias": "blocks.1.bias", "5.weight": "blocks.2.weight", "5.bias": "blocks.2.bias",
+        "7.weight": "norm.weight", "7.bias": "norm.bias",
+    }  # fmt: skip
+    assert not out.exists(), "the map is looked at first"
+    assert main(["convert", str(stock), str(out), "--to", "gpp", "--names", str(names)]) == 0
+    return out
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_stock_pipeline_goes_on_under_the_models_names(
+    stages: int, like: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock = tmp_path / "stock"
+    losses = run_kept_ranks(train_stock, stages, str(stock), stages)[0]
+    out = converted(stock, like, tmp_path, capsys)
+    for found in run_kept_ranks(continue_stock, 2, str(out)):
+        assert found == pytest.approx(losses, rel=1e-5)
+    # an optimizer of which it is not known whose states it has
+    file = next((stock / "global_step3").glob("mp_rank_00*"))
+    saved = torch.load(file, weights_only=True)
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+    torch.save(saved, file)
+    assert "is not certain" in refused(capsys, stock, tmp_path / "other", "--to", "gpp")
+
+
+def test_a_universal_checkpoint_of_stock_names_goes_on(
+    like: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stock, universal = tmp_path / "stock", tmp_path / "universal"
+    losses = run_kept_ranks(train_stock, 2, str(stock), 2, 1)[0]
+    said = refused(capsys, stock, tmp_path / "out", "--to", "gpp")
+    assert "in flat pieces" in said and "ds_to_universal.py" in said
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+         "--num_extract_workers", "1", "--num_merge_workers", "1",
+         "--input_folder", str(stock / "global_step3"), "--output_folder", str(universal)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    out = converted(universal, like, tmp_path, capsys)
+    for found in run_kept_ranks(continue_stock, 2, str(out)):
+        assert found == pytest.approx(losses, rel=1e-5)
+
+
+def whole(*shapes: tuple[str, tuple[int, ...]]) -> WholeState:
+    return WholeState(weights={name: torch.zeros(shape) for name, shape in shapes})
+
+
+def test_names_are_proposed_where_shapes_and_order_leave_no_doubt() -> None:
+    stock = whole(("0.weight", (9, 4)), ("1.weight", (4, 4)), ("2.weight", (4, 4)), ("2.bias", (4,)))
+    # what is alone of its kind may lie anywhere
+    model = whole(("a.bias", (4,)), ("b.weight", (4, 4)), ("c.weight", (4, 4)), ("d.weight", (9, 4)))
+    assert propose_names(stock, model) == {
+        "0.weight": "d.weight", "1.weight": "b.weight", "2.weight": "c.weight", "2.bias": "a.bias",
+    }  # fmt: skip
+    with pytest.raises(
+        CheckpointError, match=r"'weight' of shape \[4, 4\] the checkpoint has 2 .*model 1 \(b.weight\)"
+    ):
+        propose_names(stock, whole(("b.weight", (4, 4)), ("d.weight", (9, 4)), ("a.bias", (4,))))
+    twice = whole(("0.weight", (4, 4)), ("0.bias", (4,)), ("1.weight", (4, 4)), ("1.bias", (4,)))
+    other = whole(("a.weight", (4, 4)), ("b.weight", (4, 4)), ("a.bias", (4,)), ("b.bias", (4,)))
+    with pytest.raises(
+        CheckpointError, match=r"ambiguous: where the checkpoint has '0.bias' .* has 'b.weight'"
+    ):
+        propose_names(twice, other)
+
+
+def test_a_map_is_whole_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], like: Path) -> None:
+    names = {name: f"new.{name}" for name in Text().state_dict()}
+    file, out = tmp_path / "map.json", tmp_path / "out.pt"
+    assert "map.json is not there; give --like" in refused(capsys, like, out, "--names", file)
+    for wrong, said in (
+        ({**names, "norm.weight": 5}, "is no object of texts"),
+        (
+            {k: v for k, v in names.items() if k != "norm.bias"},
+            "the names lack 'norm.bias'; the checkpoint has embed.w",
+        ),
+        ({**names, "more": "other"}, "have, and the checkpoint has not, 'more'"),
+        ({**names, "norm.bias": "new.norm.weight"}, "give twice 'new.norm.weight'"),
+        (["0.weight"], "is no object of texts"),
+    ):
+        file.write_text(json.dumps(wrong))
+        assert said in refused(capsys, like, out, "--names", file)
+        assert not out.exists()
+    file.write_text(json.dumps(names))
+    assert "is there already; leave out --like" in refused(capsys, like, out, "--names", file, "--like", like)
+    assert main(["convert", str(like), str(out), "--names", str(file)]) == 0
+    assert set(torch.load(out, weights_only=True)["module"]) == set(names.values())

@@ -7,10 +7,12 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from gpp_plugin import GraphPipelineModule
 from gpp_plugin.engine.loading.batch_source import BatchSource
 from gpp_plugin.engine.loading.rank_shard import Share, ShareReader
 from gpp_plugin.engine.loading.row_loader import RowLoader, make_loader
@@ -48,13 +50,17 @@ class Samples(Dataset[dict[str, Any]]):
 
 
 class Noisy(Samples):
-    """Samples with noise of three generators added, as augmentations have it."""
+    """Samples with noise of three generators added, as augmentations have it; ``drawn`` are their sums."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: list[float] = []
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        import numpy as np
-
         item = super().__getitem__(index)
-        return {**item, "x": item["x"] + torch.randn(WIDTH) + random.random() + float(np.random.rand())}
+        noise = torch.randn(WIDTH) + random.random() + float(np.random.rand())
+        self.drawn.append(float(noise.sum()))
+        return {**item, "x": item["x"] + noise}
 
 
 class Lengths(Samples):
@@ -86,14 +92,15 @@ def pad(items: list[dict[str, Any]]) -> dict[str, Tensor]:
 class Classes(nn.Module):
     """A model of rows of any length."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.first = nn.Linear(1, WIDTH)
         self.second = nn.Linear(WIDTH, 3)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Return the mean cross entropy; padding changes it."""
-        hidden = torch.tanh(self.first(x[..., None])).mean(1)
+        hidden = self.dropout(torch.tanh(self.first(x[..., None])).mean(1))
         return {"loss": nn.functional.cross_entropy(self.second(hidden), labels)}
 
 
@@ -157,6 +164,73 @@ def run(engine: Any, steps: int, batches: Iterator[Any] | None = None) -> list[A
         loss = float(engine.train_batch(batches))
         found.append((loss, {name: g.clone() for name, g in engine.gradients.items()}))
     return found
+
+
+def feed(engine: Any, loader: Any, way: str) -> list[float]:
+    """Train five steps over two epochs on data that come in some way, with an evaluation of such data between them.
+
+    The engine's own loader has generators of its own, which such an evaluation does not draw from.
+    """
+    held_out = torch.utils.data.DataLoader(Noisy(), batch_size=5)
+    losses: list[float] = []
+    if way == "loader":
+        engine.set_dataloader(loader)
+    stream = repeat(loader)
+    for step in range(5):
+        given = {"iterator": stream, "batch": iter([next(stream)]) if way == "batch" else None}.get(way)
+        losses.append(float(engine.train_batch(given)))
+        if step == 2 and way != "own":
+            losses.append(float(engine.eval_batch(iter(held_out))))
+    return losses
+
+
+class Alone:
+    """One process, with an engine's calls: plain training whose draws on the host are those of its data."""
+
+    def __init__(self, model: nn.Module, loader: Any) -> None:
+        self.model, self.stream = model, repeat(loader)
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+
+    def set_dataloader(self, loader: Any) -> None:
+        self.stream = repeat(loader)
+
+    def train_batch(self, batches: Iterator[Any] | None) -> float:
+        loss = self.model(**next(self.stream if batches is None else batches))["loss"]
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return float(loss)
+
+    @torch.no_grad()
+    def eval_batch(self, batches: Iterator[Any]) -> float:
+        return float(self.model(**next(batches))["loss"])
+
+
+def train_on_noise(way: str, block: dict[str, Any]) -> dict[str, Any]:
+    """Train on data that draw, without dropout and with it, and in one process; return losses and what was drawn."""
+    import deepspeed
+
+    answers: dict[str, Any] = {}
+    for name, dropout in (("alone", 0.0), ("ranks", 0.0), ("dropout", 0.5)):
+        dataset = Noisy()
+        torch.manual_seed(0)
+        model = Classes(dropout)
+        random.seed(1)
+        np.random.seed(2)
+        if way == "own":
+            loader = make_loader(dataset, mini_batch=B, collate_fn=None, seed=0)
+        else:
+            loader = torch.utils.data.DataLoader(dataset, batch_size=B, shuffle=True, drop_last=True)
+        if name == "alone":
+            engine: Any = Alone(model, loader)
+        else:
+            given = {"training_data": dataset} if way == "own" else {}
+            sample = {"x": torch.zeros(B, WIDTH), "labels": torch.zeros(B, dtype=torch.long)}
+            wrapped = model if given else GraphPipelineModule(model, sample_batch=sample)
+            engine = deepspeed.initialize(model=wrapped, config=config_of(block=block), **given)[0]
+        dataset.drawn.clear()
+        answers[name] = feed(engine, loader, way), list(dataset.drawn)
+    return answers
 
 
 def train_with_and_without_workers(stages: int, kind: str) -> dict[str, Any]:

@@ -255,6 +255,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, "optimizer.params.lr: \"auto\" is filled in by Hugg"),
     ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}}}, "scheduler.params.warmup_num_steps: "),
     ({"gradient_clipping": "auto"}, "gradient_clipping: \"auto\" "),
+    ({"gradient_clipping": "auto", "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}},
+     "gradient_clipping, optimizer.params.lr, optimizer.params.betas: \"auto\" is filled .*GraphPipelineTrainer$"),
+    ({"zero_optimization": False}, "zero_optimization: expected an object, found false; write .\"stage\": 0.$"),
     ({"steps_per_print": "auto"}, "steps_per_print: \"auto\" "),
     ({"flops_profiler": {"enabled": "auto"}}, "flops_profiler.enabled: \"auto\" "),
     ({"activation_checkpointing": {"cpu_checkpoint": True}}, "activation_checkpointing.cpu_check.*did you mean 'cpu_"),
@@ -296,7 +299,11 @@ def test_what_has_no_effect_is_said() -> None:
         "_comment",
     ]
     assert "graph_pipeline.memory.recompute" in reading.warnings[0]
-    assert [line.split(": ")[0] for line in reading.notes] == ["zero_optimization.overlap_comm"]
+    assert [line.split(": ")[0] for line in reading.notes] == [
+        "zero_optimization.overlap_comm",
+        "gradient_clipping",
+    ]
+    assert not any("clipping" in line for line in read_deepspeed({"gradient_clipping": 0.0}).notes)
 
 
 def test_names_of_older_releases_are_read() -> None:

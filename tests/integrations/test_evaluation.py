@@ -18,6 +18,9 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.tensors import UNIFORM, UNIT, batch_layout
 from gpp_plugin.runtime.batches import UnitBatch
 from gpp_plugin.runtime.rank_programs import evaluation_plan, split_evaluation
+from tests.integrations.engine_jobs import B, config_of, make_engine
+from tests.models import build
+from tests.ranks import run_kept_ranks
 
 NAMES = {"model": "m", "graph": "g", "planner": "p"}
 
@@ -140,7 +143,7 @@ class Job:
 
     def evaluate(self, batch: Any, *outputs: str, needs_loss: bool = True) -> tuple[float, dict[str, Any]]:
         self.asked = outputs
-        return self.evaluator.evaluate(batch, outputs=outputs, needs_loss=needs_loss)
+        return self.evaluator.evaluate([batch], outputs=outputs, needs_loss=needs_loss)[0]
 
 
 def rows_of(count: int) -> dict[str, Tensor]:
@@ -170,6 +173,44 @@ def test_losses_and_outputs_of_all_parts_are_those_of_the_batch_and_modes_come_b
     with pytest.raises(ConfigError, match="the model returns no loss"):
         Job(PLAN, has_loss=False).evaluate(rows_of(4))
     assert Job(PLAN, has_loss=False).evaluate(rows_of(4), needs_loss=False)[1] == {}
+
+
+def evaluate_together(blocks: list[dict[str, Any]]) -> list[list[list[Any]]]:
+    """Return losses and outputs of batches one by one, and together; and what is said of batches of two shapes."""
+    answers = []
+    for block in blocks:
+        model, make_batch = build("gpt2", layers=1)
+        batches = [make_batch(5 if "units" not in block else 2, seed) for seed in range(4)]
+        for number, batch in enumerate(batches):
+            batch["labels"][0, : 3 + number] = -100
+            if "units" in block:
+                batches[number] = {key: value[:, : 6 + number] for key, value in batch.items()}
+        engine = make_engine(model, make_batch(B, 0), config_of(block=block))
+        alone = [engine.eval_batch(iter([batch]), return_logits=True) for batch in batches]
+        together = engine.eval_batches(batches, outputs=("logits",))
+        losses = engine.eval_batches(batches)
+        if "units" not in block:
+            with pytest.raises(ConfigError, match="the 2 batches have 2 different shapes"):
+                engine.eval_batches([batches[0], make_batch(3, 0)])
+        alone = [(loss, out[0] if isinstance(out, list) else out) for loss, out in alone]
+        together = [(loss, out[0] if isinstance(out, list) else out) for loss, out in together]
+        answers.append([alone, together, [(loss, None) for loss in losses]])
+        engine.destroy()
+    return answers
+
+
+def test_batches_evaluated_together_have_what_each_has_alone() -> None:
+    blocks = [
+        {"stages": 2, "loss_mean": "tokens"},
+        {"stages": 1, "data_parallel": 2},
+        {"stages": 2, "units": 4},
+    ]
+    for rank in run_kept_ranks(evaluate_together, 2, blocks):
+        for alone, together, losses in rank:
+            assert len({float(loss) for loss, _ in alone}) == 4
+            for (loss, out), (loss_2, out_2), (loss_3, _) in zip(alone, together, losses, strict=True):
+                assert torch.allclose(loss, loss_2, rtol=1e-6) and torch.allclose(loss, loss_3, rtol=1e-6)
+                assert torch.allclose(out, out_2, atol=1e-6)
 
 
 def test_units_of_their_own_shapes_are_never_joined_and_come_back_in_their_order() -> None:

@@ -81,6 +81,17 @@ def test_ranks_that_load_parts_draw_what_one_process_draws() -> None:
         set_host_streams(program)
 
 
+@pytest.mark.parametrize("way", ["own", "iterator", "batch", "loader"])
+def test_data_that_draw_are_those_of_one_process_however_they_come(way: str) -> None:
+    block: dict[str, Any] = {"stages": 1, "data_parallel": 2} if way in ("own", "batch") else {"stages": 2}
+    for found in run_kept_ranks(jobs.train_on_noise, 2, way, {"loader_workers": 0, **block}):
+        losses, drawn = found["alone"]
+        assert len(drawn) >= 5 * jobs.ROWS and found["ranks"][0] == pytest.approx(losses, rel=1e-5)
+        for name in ("ranks", "dropout"):
+            own = found[name][1]
+            assert not own or own == drawn, (name, "a rank that reads nothing draws nothing")
+
+
 def test_samples_are_fetched_together_where_a_dataset_can() -> None:
     class Together(Samples):
         def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ from transformers import default_data_collator
 
 from gpp_plugin import GraphPipelineTrainer
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.huggingface import model_inputs
 from gpp_plugin.integrations.trainer import trainer_config
 from gpp_plugin.integrations.trainer.trainer_config import engine_config, pads_to_longest, why_no_units
 from tests.integrations import trainer_jobs as jobs
@@ -175,10 +176,10 @@ def test_every_tensor_but_the_loss_is_gathered(name: str, outputs: tuple[str, ..
     rows = jobs.data_of(name, 2)
     model = jobs.model_of(name, dropout=0.2)
     modes, drawn = [part.training for part in model.modules()], torch.get_rng_state()
-    assert trainer_config.tensor_outputs(model, jobs.stack(list(rows.rows))) == outputs
+    assert model_inputs.tensor_outputs(model, jobs.stack(list(rows.rows))) == outputs
     assert [part.training for part in model.modules()] == modes and torch.equal(drawn, torch.get_rng_state())
     with pytest.raises(ConfigError, match="cannot be called with a batch of .*prediction_outputs"):
-        trainer_config.tensor_outputs(model, {"pixels": torch.ones(2)})
+        model_inputs.tensor_outputs(model, {"pixels": torch.ones(2)})
 
 
 class Spans(torch.nn.Module):
@@ -191,7 +192,7 @@ class Spans(torch.nn.Module):
 
 
 def test_outputs_are_found_where_python_reads_values() -> None:
-    assert trainer_config.tensor_outputs(Spans(), {"x": torch.ones(2, 3)}) == ("start_logits", "end_logits")
+    assert model_inputs.tensor_outputs(Spans(), {"x": torch.ones(2, 3)}) == ("start_logits", "end_logits")
 
 
 def test_trainer_itself_is_told_what_to_use() -> None:
@@ -210,7 +211,7 @@ def test_a_model_is_told_of_its_labelled_tokens_only_where_its_loss_is_divided_b
     name: str, divides: bool
 ) -> None:
     batch = jobs.stack(list(jobs.data_of(name, 2).rows))
-    assert trainer_config.divides_by_items(jobs.model_of(name), batch) == divides
+    assert model_inputs.divides_by_items(jobs.model_of(name), batch) == divides
 
 
 def smoothed(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
@@ -304,7 +305,7 @@ def test_huggingface_builds_whole_models_for_a_block_and_parts_without_one() -> 
 
 def test_noise_is_drawn_on_embeddings_in_training_alone() -> None:
     table, ids = torch.nn.Embedding(5, 4), torch.arange(5)[None]
-    trainer_config.add_noise(table, 10.0)
+    model_inputs.add_noise(table, 10.0)
     noise = (table(ids) - table.weight).abs()
     assert 0 < float(noise.max()) <= 10 / 20**0.5 and torch.equal(table.eval()(ids)[0], table.weight)
 
@@ -429,12 +430,60 @@ def test_everything_is_refused_before_trainers_own_constructor(
         GraphPipelineTrainer(object(), jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1), **given)
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "create_optimizer_and_scheduler"])
-def test_what_would_not_be_called_is_refused(name: str, tmp_path: Path) -> None:
+def test_what_would_not_be_called_is_refused(tmp_path: Path) -> None:
+    name = "create_optimizer_and_scheduler"
     own = type("Own", (GraphPipelineTrainer,), {name: lambda self, *given, **more: None})
     args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1)
     with pytest.raises(ConfigError, match=f"Own.{name} would not be called"):
         own(jobs.model_of("gpt2"), args)
+
+
+def returns_own(
+    self: Any, model: Any, inputs: dict[str, Any], return_outputs: bool = False, **more: Any
+) -> Any:
+    """As TRL's trainers do: set an argument, leave one out, and look at the outputs."""
+    inputs.pop("weights", None)
+    outputs = model(**{**inputs, "use_cache": False})
+    self.seen = float(outputs.logits.mean())
+    return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+def scales(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return 2 * model(**inputs).loss
+
+
+def calls_twice(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return [model(**inputs).loss for _ in range(2)][-1]
+
+
+def shifts(self: Any, model: Any, inputs: dict[str, Any], **more: Any) -> Any:
+    return model(**{**inputs, "labels": inputs["labels"].clone()}).loss
+
+
+@pytest.mark.parametrize("compute_loss", [returns_own, scales, calls_twice, shifts])
+def test_a_compute_loss_that_returns_the_models_own_is_taken_and_no_other(
+    compute_loss: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = type("Own", (GraphPipelineTrainer,), {"compute_loss": compute_loss})
+    rows = [{**row, "weights": torch.ones(())} for row in jobs.data_of("gpt2", 8).rows]
+    given: dict[str, Any] = {"data_collator": jobs.stack, "train_dataset": rows}
+    args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1, remove_unused_columns=False)
+    with pytest.raises(ConfigError, match="Own.compute_loss is tried on train_dataset"):
+        own(jobs.model_of("gpt2"), args)
+    drawn = torch.get_rng_state()
+    if compute_loss is not returns_own:
+        rows = [{key: value for key, value in row.items() if key != "weights"} for row in rows]
+        with pytest.raises(
+            ConfigError, match="Own.compute_loss would not be called.*return outputs.loss as it is"
+        ):
+            own(jobs.model_of("gpt2"), args, data_collator=jobs.stack, train_dataset=rows)
+        return
+    with caplog.at_level("WARNING"):
+        found = own(jobs.model_of("gpt2"), args, **given)
+    assert "Own.compute_loss returns the model's own loss" in caplog.text and len(drawn)
+    batch = jobs.stack(rows[:2])
+    wanted = {**{key: batch[key] for key in ("input_ids", "attention_mask", "labels")}, "use_cache": False}
+    assert found._arguments_of(batch).keys() == wanted.keys() and not found.model._forward_hooks
 
 
 class Numbers(IterableDataset[int]):

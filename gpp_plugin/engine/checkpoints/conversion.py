@@ -1,8 +1,12 @@
 """A checkpoint as one process has it, as DeepSpeed's universal checkpoint, and back; in one process, without a job.
 
+Checkpoints of DeepSpeed's `PipelineModule` are read, too. Their names are numbers of layers, which `propose_names` and
+`WholeState.renamed` turn into a model's.
+
     gpp          <dir>/<tag>/            this package's, of any plan
     torch        one file                {"module", "optimizer", "step"}: `load_state_dict` of a model and its optimizer
     universal    a directory             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, module.pt
+    pipeline     <dir>/<tag>/            layer_00-model_states.pt ..., mp_rank_00_model_states.pt ...; read alone
 
 All of them hold masters where there are some, else the weights. Parameters of the torch file are numbered in the
 model's order, group by group, which is that of ``torch.optim.AdamW(model.parameters())``; its groups name them too
@@ -14,10 +18,11 @@ Tests: tests/checkpoints/test_conversion.py
 
 from __future__ import annotations
 
+import collections
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,6 +81,34 @@ class WholeState:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
     step: int = 0
+
+    def renamed(self, names: Mapping[str, str]) -> WholeState:
+        """Return it with other names.
+
+        Args:
+            names: of every weight and buffer: the new one.
+
+        Raises:
+            CheckpointError: one is missing or not there, or two get one name.
+        """
+        own = [*self.weights, *self.buffers]
+        new = [names[name] for name in own if name in names]
+        twice = [name for name in new if new.count(name) > 1]
+        missing, unknown = sorted(set(own) - names.keys()), sorted(names.keys() - set(own))
+        for wrong, what in (
+            (missing, "lack"), (unknown, "have, and the checkpoint has not,"), (twice, "give twice"),
+        ):  # fmt: skip
+            if wrong:
+                more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+                raise CheckpointError(f"the names {what} {wrong[0]!r}{more}; the checkpoint has {_few(own)}")
+        return WholeState(
+            weights={names[name]: value for name, value in self.weights.items()},
+            buffers={names[name]: value for name, value in self.buffers.items()},
+            optimizer=self.optimizer,
+            state={names[name]: value for name, value in self.state.items()},
+            groups=[([names[name] for name in group], options) for group, options in self.groups],
+            step=self.step,
+        )
 
     def checked(self, source: Path) -> WholeState:
         """Return it, as read of ``source``, where all of it is of its kind.
@@ -222,6 +255,179 @@ def _head(state: WholeState) -> CheckpointManifest:
         versions={"gpp_plugin": __version__, "torch": torch.__version__},
         names={name: state.aliases.get(name, ()) for name in (*state.weights, *state.buffers)},
     )
+
+
+# ---- names -----------------------------------------------------------------------------------------------
+
+
+def propose_names(own: WholeState, model: WholeState) -> dict[str, str]:
+    """Return a model's name for each name of a checkpoint, by the shapes of the tensors and their order.
+
+    A tensor that is alone of its kind (last part of the name, and shape) is certain. The others are taken in order
+    where both have the same sequence of kinds.
+
+        0.weight [16, 8]   1.weight [8, 8]   1.bias [8]    2.weight [8, 8]   2.bias [8]
+        embed.weight       first.weight      first.bias    second.weight     second.bias
+
+    Raises:
+        CheckpointError: they have unlike tensors, or orders; which name means which is not known then.
+    """
+    sides = [{**state.weights, **state.buffers} for state in (own, model)]
+    kinds = [
+        {name: (name.rpartition(".")[2], *tensor.shape) for name, tensor in side.items()} for side in sides
+    ]
+    counts = [collections.Counter(side.values()) for side in kinds]
+    for kind in counts[0] | counts[1]:
+        if counts[0][kind] != counts[1][kind]:
+            here, there = ([name for name, own in side.items() if own == kind] for side in kinds)
+            raise CheckpointError(
+                f"of {kind[0]!r} of shape {list(kind[1:])} the checkpoint has {len(here)} ({_few(here)}) and the model "
+                f"{len(there)} ({_few(there)}); write the map by hand, or give the model that was trained"
+            )
+    alone = {kind for kind, count in counts[0].items() if count == 1}
+    ordered = [[(name, kind) for name, kind in side.items() if kind not in alone] for side in kinds]
+    for (name, kind), (other, found) in zip(*ordered, strict=True):
+        if kind != found:
+            raise CheckpointError(
+                f"the order is ambiguous: where the checkpoint has {name!r} of shape {list(kind[1:])} the model has "
+                f"{other!r} of shape {list(found[1:])}; write the map by hand"
+            )
+    by_kind = {kind: name for name, kind in kinds[1].items() if kind in alone}
+    in_order = {name: other for (name, _), (other, _) in zip(*ordered, strict=True)}
+    return {name: by_kind[kind] if kind in alone else in_order[name] for name, kind in kinds[0].items()}
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+# ---- DeepSpeed's PipelineModule ---------------------------------------------------------------------------
+
+_LAYER_FILE = re.compile(r"^layer_(\d+)(?:-\w+_\d+)*-model_states\.pt$")
+
+
+def is_pipeline(directory: Path) -> bool:
+    """Return whether a directory holds layers of DeepSpeed's `PipelineModule`."""
+    return any(_LAYER_FILE.match(path.name) for path in directory.glob("layer_*.pt"))
+
+
+def read_pipeline(directory: Path) -> WholeState:
+    """Return a checkpoint that DeepSpeed's pipeline engine wrote without ZeRO in fp32, ``0.weight`` its first weight.
+
+    Raises:
+        CheckpointError: it is none, or its optimizer's state is in pieces.
+    """
+    with parsing(str(directory)):
+        return _read_pipeline(directory).checked(directory)
+
+
+def _read_pipeline(directory: Path) -> WholeState:
+    layers: dict[int, dict[str, Tensor]] = {}
+    for path in sorted(directory.glob("layer_*.pt")):
+        match = _LAYER_FILE.match(path.name)
+        if match is None or int(match[1]) in layers:
+            raise CheckpointError(f"{path} is a part of a layer (tensor parallelism), which cannot be joined")
+        layers[int(match[1])] = _load(path)
+    ranks = [_load(path) for path in sorted(directory.glob("mp_rank_*_model_states.pt"))]
+    states = [rank["optimizer"] for rank in ranks if rank.get("optimizer")]
+    is_flat = any(not isinstance(state.get("state"), dict) for state in states)
+    if is_flat or any(directory.glob("*zero_pp_rank_*")):
+        raise CheckpointError(
+            f"{directory}: its optimizer's state is in flat pieces (ZeRO, bf16 or fp16); convert it with DeepSpeed's "
+            "own ds_to_universal.py (--inject_missing_state), and give what that writes"
+        )
+    buffers = {name for rank in ranks for name in rank.get("buffer_names") or ()}
+    state = WholeState(weights={}, step=max((int(rank["global_steps"]) for rank in ranks), default=0))
+    # parameters of each layer in the order of a stage's optimizer, which has tied layers first
+    trained: dict[int, list[str]] = {}
+    for number, layer in sorted(layers.items()):
+        first = next((other for other in trained if _is_copy(layer, layers[other])), None)
+        if first is not None:
+            for key in layer:
+                state.aliases[f"{first}.{key}"] = (
+                    *state.aliases.get(f"{first}.{key}", ()),
+                    f"{number}.{key}",
+                )
+            continue
+        trained[number] = [f"{number}.{key}" for key in layer if f"{number}.{key}" not in buffers]
+        for key, tensor in layer.items():
+            (state.buffers if f"{number}.{key}" in buffers else state.weights)[f"{number}.{key}"] = tensor
+    if states:
+        kind = str(ranks[0]["ds_config"]["optimizer"]["type"])
+        state.optimizer = "AdamW" if kind.lower() in ("adam", "adamw") else kind
+        _take_states(state, [names for _, names in sorted(trained.items())], states, directory)
+    return state
+
+
+def _is_copy(layer: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> bool:
+    """Return whether two layers are one, tied: all values are the same, and not those that all layers begin with."""
+    return (
+        layer.keys() == other.keys()
+        and any(tensor.dim() > 1 and bool((tensor != tensor.flatten()[0]).any()) for tensor in layer.values())
+        and all(torch.equal(tensor, other[key]) for key, tensor in layer.items())
+    )
+
+
+def _take_states(
+    state: WholeState, layers: Sequence[Sequence[str]], saved: Sequence[Mapping[str, Any]], directory: Path
+) -> None:
+    """Give each parameter what the optimizer of its stage has of it.
+
+    Stages have consecutive layers, and number parameters in their order; a stage that shares a layer of an earlier one
+    has its parameters in front, again.
+
+    Raises:
+        CheckpointError: it is not known which state is whose.
+    """
+    #   layers [0.weight] [1.weight 1.bias] [2.weight]    stage 0 has 3 states, stage 1 has 2: of 0.weight and 2.weight
+    names = [name for layer in layers for name in layer]
+    stages = [
+        [dict(stage["state"].get(n, {})) for group in stage["param_groups"] for n in group["params"]]
+        for stage in saved
+    ]
+    ways = _ways_to_repeat(state, names, stages)
+    if len(ways) != 1 or any(len(stage["param_groups"]) != 1 for stage in saved):
+        counts = [len(stage["param_groups"]) for stage in saved], [len(states) for states in stages]
+        raise CheckpointError(
+            f"{directory}: its stages' optimizers have {counts[0]} groups with states of {counts[1]} parameters: which "
+            f"of {_few(names)} they are of is not certain (frozen parameters, several groups, a file "
+            "mp_rank_*_model_states.pt that is missing); train a step with ZeRO 1, and use ds_to_universal.py"
+        )
+    first = 0
+    for stage, states, again in zip(saved, stages, ways[0], strict=True):
+        own = names[first : first + len(states) - again]
+        first += len(own)
+        state.state |= dict(zip(own, states[again:], strict=True))
+        group = stage["param_groups"][0]
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if state.groups and state.groups[0][1] == options:
+            state.groups[0][0].extend(own)
+        else:
+            state.groups.append((list(own), options))
+
+
+def _ways_to_repeat(
+    state: WholeState, names: Sequence[str], stages: Sequence[Sequence[Mapping[str, Any]]], first: int = 0
+) -> list[list[int]]:
+    """Return all ways in which each stage may begin with so many parameters of earlier ones, if all are to have one."""
+    if not stages:
+        return [[]] if first == len(names) else []
+    ways = []
+    for again in range(len(stages[0]) + 1):
+        own = names[first : first + len(stages[0]) - again]
+        if len(own) + again == len(stages[0]) and all(
+            _fits(state, one, names[:first] if at < again else own[at - again : at - again + 1])
+            for at, one in enumerate(stages[0])
+        ):
+            rest = _ways_to_repeat(state, names, stages[1:], first + len(own))
+            ways += [[again, *more] for more in rest]
+    return ways
+
+
+def _fits(state: WholeState, own: Mapping[str, Any], names: Sequence[str]) -> bool:
+    """Return whether an optimizer's state may be that of one of these parameters, by its shape."""
+    shapes = {value.shape for value in own.values() if isinstance(value, Tensor) and value.dim()}
+    return any(shapes <= {state.weights[name].shape} for name in names)
 
 
 # ---- one process -----------------------------------------------------------------------------------------
@@ -380,7 +586,12 @@ def _read_universal(directory: Path) -> WholeState:
     buffers = set(data.get("buffers", ()))
     weights: dict[str, Tensor] = {}
     state: dict[str, dict[str, Any]] = {}
-    for folder in sorted(root.iterdir()):
+    ranks = [_load(path) for path in sorted(directory.glob("mp_rank_*_model_states.pt"))]
+    shapes = [group for rank in ranks for group in rank.get("param_shapes") or ()]
+    order = {name: at for at, name in enumerate(name for group in shapes for name in group)}
+    for folder in sorted(root.iterdir(), key=lambda path: (order.get(path.name, len(order)), path.name)):
+        if not folder.is_dir():  # what is no parameter's
+            continue
         name = _checked(folder.name)
         places.check_inside(directory, folder)
         found = {path.stem: _load(path) for path in sorted(folder.glob("*.pt"))}
@@ -404,7 +615,9 @@ def _read_universal(directory: Path) -> WholeState:
         optimizer=str(data.get("optimizer_class") or "AdamW"),
         state=state,
         groups=groups,
-        step=int(data.get("step") or max(steps, default=0)),
+        step=int(
+            data.get("step") or max([*steps, *(int(rank["global_steps"]) for rank in ranks)], default=0)
+        ),
     )
 
 

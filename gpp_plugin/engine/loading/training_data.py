@@ -6,9 +6,9 @@ import copy
 import logging
 import traceback
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gpp_plugin.capture.tracing.sample_batches import (
     as_unit,
@@ -25,13 +25,14 @@ from gpp_plugin.errors import CheckpointError, ConfigError, GppError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.costs.planned_lengths import UnitOrder, unit_costs
-from gpp_plugin.runtime.batches import Batch, num_elements
+from gpp_plugin.runtime.batches import Batch, UnitBatch, num_elements, unit_key
 from gpp_plugin.runtime.random_streams import HostStreams, host_streams
 from gpp_plugin.runtime.rank_programs import plan_of_units
 from gpp_plugin.runtime.ranks.failure_board import HERE
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference
 
+T = TypeVar("T")
 LOADING = "loading data"
 """Where a rank is in the meantime, to the others."""
 
@@ -193,15 +194,39 @@ class TrainingData:
         self._batch_source.refusal = refusal
         return self._agreed(lambda: self._batch_source.take(data_iter, count), compares=False)
 
-    def _agreed(self, take: Callable[[], Batch], *, compares: bool) -> Batch:
+    @HERE.during(LOADING)
+    def take_each(self, batches: Sequence[Any], *, refusal: Exception | None = None) -> list[Batch]:
+        """Return batches to evaluate together, each a loss unit or of one shape with the others; collective.
+
+        Raises:
+            ConfigError: one is no batch, or they have several shapes.
+        """
+        source = self._batch_source
+        source.refusal = refusal
+
+        def take() -> list[Batch]:
+            given = iter(batches)
+            taken = [source.take(given, 1) for _ in batches]
+            shapes = {unit_key(each) for each in taken if not isinstance(each, UnitBatch)}
+            if len(shapes) > 1:
+                raise ConfigError(
+                    f"eval_batches: the {len(batches)} batches have {len(shapes)} different shapes; give those of one "
+                    "shape, or call eval_batch for each"
+                )
+            return taken
+
+        return self._agreed(take, compares=False)
+
+    def _agreed(self, take: Callable[[], T], *, compares: bool) -> T:
         """Return what every rank could take; collective; raises as of `BatchSource.agree`."""
-        found: Batch | None = None
+        found: T | None = None
         failure: Exception | None = None
         try:
             found = take()
         except Exception as error:  # whatever it is, the other ranks must hear of it
             failure = error
-        self._batch_source.agree(found, failure, compares=compares)
+        batch = found if isinstance(found, Mapping) else None
+        self._batch_source.agree(batch, failure, compares=compares)
         assert found is not None, "a rank without a batch has raised"
         return found
 

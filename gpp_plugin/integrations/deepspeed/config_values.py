@@ -24,6 +24,7 @@ from typing import Annotated, Any
 
 import deepspeed
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.constants import GRADIENT_CLIPPING_DEFAULT
 from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
 from deepspeed.utils import logger as deepspeed_logger
 from pydantic import BaseModel, ValidationError
@@ -133,10 +134,17 @@ def check_values(config: Mapping[str, Any]) -> None:
             lines.append(f"{path}: unknown key, and DeepSpeed would ignore it; did you mean {near[0]!r}?")
         if names_in(path) and not isinstance(value, Mapping) and value is not None:
             if value is not False or path in {key[0] for key in _VALUES}:
-                lines.append(f"{path}: expected an object, found {show(value)}")
+                fix = (
+                    f'; write {{"stage": {int(value)}}}'
+                    if path == "zero_optimization" and value in (0, 1)
+                    else ""
+                )
+                lines.append(f"{path}: expected an object, found {show(value)}{fix}")
+    # a file of HuggingFace's has many, and needs one thing
+    filled = ["gradient_clipping"] if config.get("gradient_clipping") == _AUTO else []
     for place, kind in _VALUES.items():
         line = _wrong(config, place, kind)
-        if line is not None:
+        if line is not None and ".".join(place) not in filled:
             lines.append(line)
     for block in ("optimizer", "scheduler"):
         raw = config.get(block) if isinstance(config.get(block), Mapping) else None
@@ -149,12 +157,13 @@ def check_values(config: Mapping[str, Any]) -> None:
         if raw and raw.get("type") is None and not any(line.startswith(f"{block}.") for line in lines):
             lines.append(f"{block}.type: missing; name the class that {block}.params are of")
         params = (raw or {}).get("params")
-        lines += [
-            f'{block}.params.{key}: "auto" is filled in by HuggingFace\'s Trainer alone; give a value, leave the key '
+        named = params.items() if isinstance(params, Mapping) else ()
+        filled += [f"{block}.params.{key}" for key, value in named if value == _AUTO]
+    if filled:
+        lines.append(
+            f'{", ".join(filled)}: "auto" is filled in by HuggingFace\'s Trainer alone; give a value, leave the key '
             "out, or train with gpp_plugin.GraphPipelineTrainer"
-            for key, value in (params.items() if isinstance(params, Mapping) else ())
-            if value == _AUTO
-        ]
+        )
     if lines:
         raise ConfigError("\n".join(dict.fromkeys(lines)))
 
@@ -340,6 +349,11 @@ def _without_effect(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[s
             elif not isinstance(value, Mapping):
                 by_reason.setdefault(key.note, []).append(path)
     notes = [f"{', '.join(paths)}: without effect; {reason}" for reason, paths in by_reason.items()]
+    if config.get("gradient_clipping") is None and GRADIENT_CLIPPING_DEFAULT:
+        notes.append(
+            f"gradient_clipping: not set, so nothing is clipped; DeepSpeed {deepspeed.__version__} alone clips to "
+            f"{GRADIENT_CLIPPING_DEFAULT} then"
+        )
     return tuple(warnings), tuple(notes)
 
 

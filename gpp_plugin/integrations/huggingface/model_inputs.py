@@ -11,18 +11,24 @@ Tests: tests/integrations/test_token_mean.py, tests/capture/test_values.py, test
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
+import math
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import ConfigError, describe_error
 from gpp_plugin.ir.block_graph import OpGraph
 from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.runtime.random_streams import restored_host_streams
+
+T = TypeVar("T")
 
 # Entries of a HuggingFace configuration that no model can have: which one it is, where transformers does not say.
 #
@@ -280,3 +286,200 @@ def _shifts_labels(model: nn.Module) -> bool:
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss
+
+
+# What a model returns, and what Trainer would make of it outside of its forward.
+
+
+def _called(
+    model: nn.Module,
+    batch: Mapping[str, Any],
+    read: Callable[[Any], T],
+    call: Callable[[dict[str, Any]], Any] | None = None,
+) -> T:
+    """Call a model in evaluation on fake tensors, or as it is where Python reads values; return what is read of it.
+
+    Args:
+        call: calls it with a batch; None: by keywords.
+
+    Raises:
+        ConfigError: it cannot be called with the batch.
+    """
+    modes = [(part, part.training) for part in model.modules()]
+    model.eval()
+    run = call or (lambda inputs: model(**inputs))
+    try:
+        with restored_host_streams():
+            try:
+                with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+                    return read(run({k: fake.from_tensor(v) if _is_real(v) else v for k, v in batch.items()}))
+            except Exception:  # whatever fake tensors cannot do
+                return read(run(dict(batch)))
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be called with a batch of {sorted(batch)} ({describe_error(error)}); "
+            "mend the data collator, or name the outputs to gather: prediction_outputs=['logits']"
+        ) from error
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _is_real(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.requires_grad
+
+
+def tensor_outputs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the fields of a model's output in evaluation that are tensors, but for the loss.
+
+    Raises:
+        ConfigError: the model cannot be called with the batch.
+    """
+
+    def read(result: Any) -> tuple[str, ...]:
+        fields = result.items() if isinstance(result, Mapping) else ()
+        return tuple(key for key, value in fields if isinstance(value, Tensor) and key != "loss")
+
+    with torch.no_grad():
+        return _called(model, batch, read)
+
+
+def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
+    """Return whether a model's loss depends on the number of labelled tokens: what HuggingFace's loss functions do.
+
+    Raises:
+        ConfigError: the model cannot be called with the batch.
+    """
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not getattr(model, "accepts_loss_kwargs", getattr(base, "accepts_loss_kwargs", True)):
+        return False
+    count = torch.ones((), requires_grad=True)
+
+    def read(result: Any) -> bool:
+        loss = result.get("loss") if isinstance(result, Mapping) else None
+        if loss is None or not loss.requires_grad:
+            return False
+        return torch.autograd.grad(loss, count, allow_unused=True)[0] is not None
+
+    with torch.enable_grad():
+        return _called(model, {**batch, NUM_ITEMS: count}, read)
+
+
+def arguments_of_own_loss(
+    model: nn.Module, batch: Mapping[str, Any], compute: Callable[[dict[str, Any]], Any], *, name: str
+) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+    """Return what makes of a batch the model's arguments, where a function returns the very loss that the model does.
+
+    Args:
+        compute: calls the model with a batch, and returns the loss.
+        name: of the function, for errors.
+
+    Raises:
+        ConfigError: it returns another loss, or calls the model with tensors of its own, not once, or by position.
+    """
+    calls: list[tuple[tuple[Any, ...], dict[str, Any], Any]] = []
+    note = model.register_forward_hook(lambda _, *call: calls.append(call), with_kwargs=True)
+    given: dict[str, Any] = {}
+
+    def call(inputs: dict[str, Any]) -> Any:
+        calls.clear()
+        given.clear()
+        given.update(inputs)
+        return compute(inputs)
+
+    def read(loss: Any) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        positional, inputs, outputs = calls[0] if len(calls) == 1 else ((None,), {}, None)
+        own = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
+        inputs = {key: value for key, value in inputs.items() if key != NUM_ITEMS}
+        tensors = {key: value for key, value in inputs.items() if isinstance(value, Tensor)}
+        if (
+            positional
+            or own is None
+            or loss is not own
+            or any(v is not given.get(k) for k, v in tensors.items())
+        ):
+            raise ConfigError(
+                f"{name} would not be called: a pipeline's stages compute the loss, which is not the very loss that "
+                "the model returns for the batch; return outputs.loss as it is, or give the loss by compute_loss_func"
+            )
+        constants = {key: value for key, value in inputs.items() if key not in tensors}
+        return lambda other: {**{key: other[key] for key in tensors if key in other}, **constants}
+
+    try:
+        with torch.enable_grad():
+            return _called(model, batch, read, call)
+    finally:
+        note.remove()
+
+
+def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:
+    """Give a module another forward, made of its own; its class has the same name, and copies have it, too.
+
+    Args:
+        more: attributes of the class.
+    """
+    kind = type(module)
+    forward = functools.wraps(kind.forward)(make(kind.forward))
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward, **more})
+
+
+def return_loss_of(model: nn.Module, loss_of: Callable[..., Tensor], *, counts: bool) -> None:
+    """Let a model return the loss of its outputs and labels that a function computes, as Trainer does outside of it.
+
+    Args:
+        loss_of: is given outputs, labels and ``num_items_in_batch``.
+        counts: Trainer passes the labelled tokens of a step.
+    """
+    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
+    is_taken = inspect.Parameter.VAR_KEYWORD in kinds
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def with_loss(self: Any, *args: Any, **inputs: Any) -> Any:
+            labels = inputs.pop("labels", None)
+            count = inputs.get(NUM_ITEMS)
+            if not is_taken:
+                inputs.pop(NUM_ITEMS, None)
+            outputs = forward(self, *args, **inputs)
+            if labels is None:
+                return outputs
+            loss = loss_of(outputs, labels, num_items_in_batch=count)
+            return {"loss": loss, **{key: value for key, value in outputs.items() if key != "loss"}}
+
+        return with_loss
+
+    _replace_forward(model, make, accepts_loss_kwargs=counts)
+
+
+def multiply_loss(model: nn.Module, factor: int) -> None:
+    """Let a model's loss in training be so many times as large."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def multiplied(self: Any, *args: Any, **inputs: Any) -> Any:
+            outputs = forward(self, *args, **inputs)
+            if not self.training or outputs.get("loss") is None:
+                return outputs
+            others = {key: value for key, value in outputs.items() if key != "loss"}
+            return {"loss": outputs["loss"] * factor, **others}
+
+        return multiplied
+
+    _replace_forward(model, make)
+
+
+def add_noise(embeddings: nn.Module, alpha: float) -> None:
+    """Let embeddings draw NEFTune's noise in training (transformers, integrations/neftune.py)."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def noisy(self: Any, *args: Any, **inputs: Any) -> Tensor:
+            output: Tensor = forward(self, *args, **inputs)
+            if not self.training:
+                return output
+            most = alpha / math.sqrt(output.size(1) * output.size(2))
+            return output + torch.zeros_like(output).uniform_(-most, most)
+
+        return noisy
+
+    _replace_forward(embeddings, make)

@@ -16,7 +16,6 @@ Tests: tests/integrations/test_trainer.py, tests/soak/generation.py
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -26,13 +25,11 @@ from typing import Any
 
 import deepspeed
 import torch
-from accelerate.utils import DistributedType
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import Seq2SeqTrainer, Trainer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_utils import seed_worker
-from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
@@ -40,21 +37,32 @@ from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
+from gpp_plugin.integrations.huggingface.model_inputs import (
+    add_noise,
+    arguments_of_own_loss,
+    divides_by_items,
+    multiply_loss,
+    return_loss_of,
+    tensor_outputs,
+)
 from gpp_plugin.integrations.trainer.trainer_config import (
+    EngineSchedule,
+    EngineSteps,
+    Evaluated,
+    EvaluatedBatches,
     StreamLoader,
     WholeSteps,
-    add_noise,
     as_one_process,
+    check_arguments,
     check_known_ranks,
     check_length,
-    divides_by_items,
+    cut,
     engine_config,
     mini_batch_of,
-    multiply_loss,
+    one_process_arguments,
     pads_to_longest,
-    return_loss_of,
+    remaining,
     settle_zero,
-    tensor_outputs,
     why_no_units,
     with_arguments,
 )
@@ -69,18 +77,6 @@ from gpp_plugin.runtime.random_streams import (
 
 logger = logging.getLogger(__name__)
 
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "auto_find_batch_size": (
-        (False,),
-        "remove it, and lower per_device_train_batch_size; the plan says what fits, and recomputes where it must",
-    ),
-    "use_liger_kernel": ((False,), 'remove it; "compile": true in the graph_pipeline block fuses operators'),
-    "fp16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
-    "bf16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
-}
-"""Arguments that change the model outside of what is captured, the values that do not, and what to do instead."""
-_UNCALLED = ("compute_loss", "create_optimizer_and_scheduler")
-"""What a subclass of Trainer may override, and this one does not call."""
 _METRIC_SCHEDULES = ("reduce_lr_on_plateau", "greedy")
 
 
@@ -121,7 +117,7 @@ class GraphPipelineTrainer(Trainer):
             )
         check_known_ranks(args)
         self._num_ranks = max(int(args.world_size), 1)
-        own = _one_process_arguments(args, self._num_ranks)
+        own = one_process_arguments(args, self._num_ranks)
         self._user_config = with_arguments(load_deepspeed_json(config or args.deepspeed or {BLOCK: {}}), args)
         self._user_args = args
         self._engine: Any = None
@@ -130,11 +126,15 @@ class GraphPipelineTrainer(Trainer):
         self._buffered: list[Any] = []
         self._random_states: HostStreams | None = None
         self._whole_steps: WholeSteps | None = None
+        self._ahead: EvaluatedBatches | None = None
         self._prediction_outputs = prediction_outputs
         # before Trainer's constructor: those of others, which call it, prepare whole datasets
-        _check_arguments(args)
+        check_arguments(args)
         self._check_calls(model, own, *positional, **passed)
         super().__init__(model, own, *positional, **passed)
+        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+        if type(self).compute_loss is not Trainer.compute_loss:
+            self._arguments_of = self._try_own_loss()
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
@@ -145,13 +145,11 @@ class GraphPipelineTrainer(Trainer):
         Raises:
             ConfigError: names it, and what to do instead.
         """
-        for name in _UNCALLED:
-            if getattr(type(self), name) is not getattr(Trainer, name):
-                raise ConfigError(
-                    f"{type(self).__name__}.{name} would not be called: a pipeline's stages compute the loss and own "
-                    "optimizer and schedule; return the loss from the model's forward or by compute_loss_func, and "
-                    "give others by create_optimizer and create_scheduler"
-                )
+        if type(self).create_optimizer_and_scheduler is not Trainer.create_optimizer_and_scheduler:
+            raise ConfigError(
+                f"{type(self).__name__}.create_optimizer_and_scheduler would not be called: stages own optimizer and "
+                "schedule; give others by create_optimizer and create_scheduler"
+            )
         config = engine_config(
             self._user_config,
             own,
@@ -179,6 +177,23 @@ class GraphPipelineTrainer(Trainer):
                     "lr_scheduler_type, or subclass create_scheduler"
                 )
         check_length(given.arguments.get("train_dataset"), own)
+
+    def _try_own_loss(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """Call a subclass's `compute_loss` once; return what makes of a batch the arguments it calls the model with.
+
+        Raises:
+            ConfigError: it returns another loss than the model, or there is no dataset.
+        """
+        name = f"{type(self).__name__}.compute_loss"
+        if self.train_dataset is None:
+            raise ConfigError(f"{name} is tried on train_dataset, which is missing; pass one")
+        logger.warning(
+            "%s returns the model's own loss, which stages compute: what else it does is not done in training",
+            name,
+        )
+        sample = self._sample(self.get_train_dataloader())
+        compute = functools.partial(self.compute_loss, self.model)
+        return arguments_of_own_loss(self.model, sample, compute, name=name)
 
     @property
     def engine(self) -> Any:
@@ -257,6 +272,11 @@ class GraphPipelineTrainer(Trainer):
 
     # ---- the engine ---------------------------------------------------------------------------------------
 
+    def _sample(self, loader: Any) -> Mapping[str, Any]:
+        with restored_host_streams():
+            count = self.args.per_device_train_batch_size
+            return sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+
     def _make_engine(self, loader: Any, max_steps: int) -> Any:
         """Return the engine, made at the first call; collective.
 
@@ -266,9 +286,7 @@ class GraphPipelineTrainer(Trainer):
         """
         if self._engine is not None:
             return self._engine
-        count = self.args.per_device_train_batch_size
-        with restored_host_streams():
-            sample = sample_from_dataset(loader.dataset, num_samples=count, collate_fn=loader.collate_fn)
+        sample = self._arguments_of(self._sample(loader))
         if self._prediction_outputs is None and not self.args.prediction_loss_only:
             self._prediction_outputs = tensor_outputs(self.model, sample)
         counts_tokens = self._settle_loss(sample, is_training=max_steps > 0)
@@ -379,7 +397,7 @@ class GraphPipelineTrainer(Trainer):
             )
         engine, self._has_trained = self._make_engine(train_dataloader, max_steps), True
         self.deepspeed = self.model_wrapped = engine
-        self.optimizer, self.lr_scheduler = _Steps(engine), _Schedule(engine)
+        self.optimizer, self.lr_scheduler = EngineSteps(engine), EngineSchedule(engine)
         # accelerate reads of it whether a step was skipped
         self.accelerator._optimizers.append(self.optimizer)
         self._whole_steps = getattr(train_dataloader, "batch_sampler", None)
@@ -413,7 +431,7 @@ class GraphPipelineTrainer(Trainer):
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Keep a batch; train on all of the mini-batch when its last one is there, and return their loss."""
-        self._buffered.append(inputs)
+        self._buffered.append(self._arguments_of(inputs))
         zero = torch.zeros((), device=self.args.device)
         if len(self._buffered) < self.current_gradient_accumulation_steps:
             return zero
@@ -445,13 +463,64 @@ class GraphPipelineTrainer(Trainer):
                 max_steps = self.set_initial_training_values(self.args, loader)[-1]
             self._make_engine(loader, max_steps)
         self.gather_function = self._as_one_process
-        return super().evaluation_loop(dataloader, *passed, **more)
+        given = inspect.signature(Trainer.evaluation_loop).bind(self, dataloader, *passed, **more).arguments
+        loss_only, ignore_keys = given.get("prediction_loss_only"), given.get("ignore_keys")
+        loss_only = self.args.prediction_loss_only if loss_only is None else loss_only
+
+        def evaluate(batches: Sequence[Mapping[str, Any]]) -> list[Evaluated]:
+            return self._eval_together(batches, *self._requested(batches[0], loss_only, ignore_keys))
+
+        if self._evaluates_ahead(loss_only):
+            has_units = self._engine.config.units is not None
+            state = self.accelerator.gradient_state
+            dataloader = self._ahead = EvaluatedBatches(
+                dataloader, evaluate, state=state, has_units=has_units
+            )
+        try:
+            return super().evaluation_loop(dataloader, *passed, **more)
+        finally:
+            self._ahead = None
+
+    def _evaluates_ahead(self, loss_only: bool) -> bool:
+        """Return whether batches are evaluated before Trainer's loop comes to them, several together."""
+        is_ours = type(self).prediction_step.__module__ == __name__
+        return is_ours and not self.args.batch_eval_metrics and hasattr(self._engine, "eval_batches")
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:
         """Return what one process would gather: every rank has all of it, and of the last batch as much as there is."""
-        state = self.accelerator.gradient_state
-        left = state.remainder if state.end_of_dataloader else 0
-        return _cut(tensors, left) if left > 0 else tensors
+        left = remaining(self.accelerator.gradient_state) if self._ahead is None else self._ahead.left
+        return cut(tensors, left) if left > 0 else tensors
+
+    def _requested(
+        self, inputs: Mapping[str, Any], loss_only: bool, ignore_keys: Sequence[str] | None
+    ) -> tuple[tuple[str, ...], bool]:
+        """Return the outputs that are gathered of a batch, and whether it has a loss."""
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = getattr(config, "keys_to_ignore_at_inference", ["past_key_values"])
+        names = tuple(key for key in self._prediction_outputs or () if key not in ignore_keys)
+        returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
+        has_labels = all(inputs.get(name) is not None for name in self.label_names)
+        return () if loss_only else names, has_labels if self.label_names else returns_loss
+
+    def _eval_together(
+        self, batches: Sequence[Mapping[str, Any]], names: tuple[str, ...], has_loss: bool
+    ) -> list[Evaluated]:
+        """Return loss and outputs of each batch, which are of one shape, or loss units; on every rank."""
+        if not names and not has_loss:
+            return [(None, ()) for _ in batches]
+        batches = [self._arguments_of(each) for each in batches]
+        if not hasattr(self._engine, "eval_batches"):  # DeepSpeed's own, which has losses alone
+            return [(self._engine.eval_batch(iter([each])), ()) for each in batches]
+        found: list[Evaluated] = []
+        answer: Any
+        outputs: Any
+        for answer in self._engine.eval_batches(batches, outputs=names, compute_loss=has_loss):
+            loss, outputs = (answer if names else (answer, {})) if has_loss else (None, answer)
+            values = outputs.values() if len(names) != 1 else [outputs]
+            # of units, one here, the outputs are a list
+            found.append((loss, tuple(v[0] if isinstance(v, list) else v for v in values)))
+        return found
 
     def prediction_step(
         self,
@@ -461,30 +530,18 @@ class GraphPipelineTrainer(Trainer):
         ignore_keys: list[str] | None = None,
     ) -> tuple[Any, Any, Any]:
         """Return loss, outputs and labels of a batch, on every rank."""
-        if ignore_keys is None:
-            ignore_keys = getattr(
-                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+        if self._ahead is not None and self._ahead.inputs is inputs:
+            loss, values = self._ahead.answer
+        else:
+            ((loss, values),) = self._eval_together(
+                [inputs], *self._requested(inputs, prediction_loss_only, ignore_keys)
             )
-        names = [key for key in self._prediction_outputs or () if key not in ignore_keys]
-        labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
-        returns_loss = bool(inputs.get("return_loss", self.can_return_loss))
-        has_loss = all(label is not None for label in labels) if labels else returns_loss
-        batches = iter([dict(inputs)])
-        loss: Tensor | None = None
-        found: Any = {}
-        if prediction_loss_only or not names:
-            if has_loss:
-                loss = self._engine.eval_batch(batches)
+        if not values:
             return loss, None, None
-        answer = self._engine.eval_batch(batches, return_logits=True, compute_loss=has_loss, outputs=names)
-        loss, found = answer if has_loss else (None, answer)
-        if len(names) == 1:
-            found = {names[0]: found}
-        # of units, one here, the outputs are a list
-        values = tuple(value[0] if isinstance(value, list) else value for value in found.values())
         outputs = values[0] if len(values) == 1 else values
-        if not has_loss:
+        if loss is None:
             return loss, outputs, None
+        labels = tuple(self._prepare_input(inputs.get(name)) for name in self.label_names)
         return loss, outputs, labels[0] if len(labels) == 1 else labels or None
 
     # ---- checkpoints -------------------------------------------------------------------------------------------
@@ -541,6 +598,10 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
     Args:
         passed: as of `GraphPipelineTrainer`; the arguments are ``Seq2SeqTrainingArguments``.
     """
+
+    def _evaluates_ahead(self, loss_only: bool) -> bool:
+        generates = self.args.predict_with_generate and not loss_only
+        return not generates and super()._evaluates_ahead(loss_only)
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:
         """Return all: Seq2SeqTrainer cuts nothing, so that its mean loss counts a short last batch as a whole one."""
@@ -600,102 +661,6 @@ class _Stand:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._engine.module.parameters())
-
-
-class _Steps:
-    """Trainer's optimizer: the engine's, whose step is in `train_batch`."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._skipped = engine.skipped_steps
-        self.step_was_skipped = False
-
-    def step(self) -> None:
-        """Note whether the step that the engine made was skipped for overflow."""
-        skipped = self._engine.skipped_steps
-        self.step_was_skipped, self._skipped = skipped > self._skipped, skipped
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return list(self._engine.optimizer.param_groups)
-
-
-class _Schedule:
-    """Trainer's schedule: the engine's, which has made one step more once `train_batch` has returned."""
-
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
-        self._rates: list[float] = []
-        self.step()
-
-    def step(self) -> None:
-        """Take over the rates of the next step; `train_batch` has advanced the schedule."""
-        try:
-            self._rates = list(self._engine.lr_scheduler.get_last_lr())
-        except (
-            # DeepSpeed's have none before their first step; or there is none
-            AssertionError,
-            AttributeError,
-        ):
-            self._rates = self._engine.get_lr()
-
-    def get_last_lr(self) -> list[float]:
-        """Return the rate of each parameter group, in the last step until `step` is called."""
-        return self._rates
-
-
-def _check_arguments(args: Any) -> None:
-    """Refuse what changes the model or the loss outside of what stages run.
-
-    Raises:
-        ConfigError: names the argument.
-    """
-    for name, (allowed, advice) in _REFUSED.items():
-        value = getattr(args, name, allowed[0])
-        if value not in allowed:
-            raise ConfigError(f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; {advice}")
-    if getattr(args, "fsdp", None):
-        raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
-    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
-        raise ConfigError(
-            "GraphPipelineTrainer: train_sampling_strategy 'batch_rebalance' makes batches for ranks, which here "
-            "read the same; choose 'random'"
-        )
-    if args.save_only_model and args.load_best_model_at_end:
-        raise ConfigError(
-            "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
-            "out; remove one of them"
-        )
-
-
-def _one_process_arguments(args: Any, num_ranks: int) -> Any:
-    """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
-    kind = type(args)
-    own: Any = copy.copy(args)
-    one = {
-        "world_size": property(lambda self: 1),
-        "parallel_mode": property(lambda self: ParallelMode.NOT_PARALLEL),
-    }
-    own.__class__ = type(kind.__name__, (kind,), {**one, "__module__": kind.__module__})
-    own.deepspeed = own.deepspeed_plugin = own.hf_deepspeed_config = None
-    own.gradient_accumulation_steps = args.gradient_accumulation_steps * num_ranks
-    own._n_gpu = min(args.n_gpu, 1)
-    if getattr(args.distributed_state, "distributed_type", None) == DistributedType.DEEPSPEED:
-        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # there is no plugin of it
-    # what the block or the model's forward does in place of Trainer
-    own.neftune_noise_alpha = None
-    own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
-    return own
-
-
-def _cut(tensors: Any, count: int) -> Any:
-    if isinstance(tensors, Tensor):
-        return tensors[:count]
-    if isinstance(tensors, Mapping):
-        return {key: _cut(value, count) for key, value in tensors.items()}
-    if isinstance(tensors, (list, tuple)):
-        return type(tensors)(_cut(value, count) for value in tensors)
-    return tensors
 
 
 def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:

@@ -10,27 +10,24 @@ Tests: tests/integrations/test_trainer.py
 from __future__ import annotations
 
 import copy
-import functools
-import inspect
 import itertools
 import logging
-import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
-from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from accelerate.utils import DistributedType
+from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 from transformers import Adafactor, DefaultDataCollator, default_data_collator
+from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
-from gpp_plugin.errors import ConfigError, describe_error
-from gpp_plugin.integrations.huggingface.model_inputs import NUM_ITEMS
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
     described_streams,
@@ -155,148 +152,6 @@ def _some_samples(dataset: Any) -> list[Any]:
     return [dataset[index] for index in range(0, count, max(count // TRIED_SAMPLES, 1))[:TRIED_SAMPLES]]
 
 
-# What a model returns, and what Trainer would make of it outside of its forward.
-
-
-def _called(model: nn.Module, batch: Mapping[str, Any], read: Callable[[Any], T]) -> T:
-    """Call a model in evaluation on fake tensors, or as it is where Python reads values; return what is read of it.
-
-    Raises:
-        ConfigError: it cannot be called with the batch.
-    """
-    modes = [(part, part.training) for part in model.modules()]
-    model.eval()
-    try:
-        with restored_host_streams():
-            try:
-                with FakeTensorMode(allow_non_fake_inputs=True) as fake:
-                    return read(
-                        model(**{k: fake.from_tensor(v) if _is_real(v) else v for k, v in batch.items()})
-                    )
-            except Exception:  # whatever fake tensors cannot do
-                return read(model(**batch))
-    except Exception as error:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be called with a batch of {sorted(batch)} ({describe_error(error)}); "
-            "mend the data collator, or name the outputs to gather: prediction_outputs=['logits']"
-        ) from error
-    finally:
-        for part, training in modes:
-            part.training = training
-
-
-def _is_real(value: Any) -> bool:
-    return isinstance(value, Tensor) and not value.requires_grad
-
-
-def tensor_outputs(model: nn.Module, batch: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the fields of a model's output in evaluation that are tensors, but for the loss.
-
-    Raises:
-        ConfigError: the model cannot be called with the batch.
-    """
-
-    def read(result: Any) -> tuple[str, ...]:
-        fields = result.items() if isinstance(result, Mapping) else ()
-        return tuple(key for key, value in fields if isinstance(value, Tensor) and key != "loss")
-
-    with torch.no_grad():
-        return _called(model, batch, read)
-
-
-def divides_by_items(model: nn.Module, batch: Mapping[str, Any]) -> bool:
-    """Return whether a model's loss depends on the number of labelled tokens: what HuggingFace's loss functions do.
-
-    Raises:
-        ConfigError: the model cannot be called with the batch.
-    """
-    base = getattr(model, "get_base_model", None)
-    accepts = getattr(base() if callable(base) else model, "accepts_loss_kwargs", True)
-    if not getattr(model, "accepts_loss_kwargs", accepts):
-        return False
-    count = torch.ones((), requires_grad=True)
-
-    def read(result: Any) -> bool:
-        loss = result.get("loss") if isinstance(result, Mapping) else None
-        if loss is None or not loss.requires_grad:
-            return False
-        return torch.autograd.grad(loss, count, allow_unused=True)[0] is not None
-
-    with torch.enable_grad():
-        return _called(model, {**batch, NUM_ITEMS: count}, read)
-
-
-def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:
-    """Give a module another forward, made of its own; its class has the same name, and copies have it, too.
-
-    Args:
-        more: attributes of the class.
-    """
-    kind = type(module)
-    forward = functools.wraps(kind.forward)(make(kind.forward))
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    module.__class__ = type(kind.__name__, (kind,), {**names, "forward": forward, **more})
-
-
-def return_loss_of(model: nn.Module, loss_of: Callable[..., Tensor], *, counts: bool) -> None:
-    """Let a model return the loss of its outputs and labels that a function computes, as Trainer does outside of it.
-
-    Args:
-        loss_of: is given outputs, labels and ``num_items_in_batch``.
-        counts: Trainer passes the labelled tokens of a step.
-    """
-    kinds = {p.kind for p in inspect.signature(model.forward).parameters.values()}
-    is_taken = inspect.Parameter.VAR_KEYWORD in kinds
-
-    def make(forward: Any) -> Callable[..., Any]:
-        def with_loss(self: Any, *args: Any, **inputs: Any) -> Any:
-            labels = inputs.pop("labels", None)
-            count = inputs.get(NUM_ITEMS)
-            if not is_taken:
-                inputs.pop(NUM_ITEMS, None)
-            outputs = forward(self, *args, **inputs)
-            if labels is None:
-                return outputs
-            loss = loss_of(outputs, labels, num_items_in_batch=count)
-            return {"loss": loss, **{key: value for key, value in outputs.items() if key != "loss"}}
-
-        return with_loss
-
-    _replace_forward(model, make, accepts_loss_kwargs=counts)
-
-
-def multiply_loss(model: nn.Module, factor: int) -> None:
-    """Let a model's loss in training be so many times as large."""
-
-    def make(forward: Any) -> Callable[..., Any]:
-        def multiplied(self: Any, *args: Any, **inputs: Any) -> Any:
-            outputs = forward(self, *args, **inputs)
-            if not self.training or outputs.get("loss") is None:
-                return outputs
-            others = {key: value for key, value in outputs.items() if key != "loss"}
-            return {"loss": outputs["loss"] * factor, **others}
-
-        return multiplied
-
-    _replace_forward(model, make)
-
-
-def add_noise(embeddings: nn.Module, alpha: float) -> None:
-    """Let embeddings draw NEFTune's noise in training (transformers, integrations/neftune.py)."""
-
-    def make(forward: Any) -> Callable[..., Any]:
-        def noisy(self: Any, *args: Any, **inputs: Any) -> Tensor:
-            output: Tensor = forward(self, *args, **inputs)
-            if not self.training:
-                return output
-            most = alpha / math.sqrt(output.size(1) * output.size(2))
-            return output + torch.zeros_like(output).uniform_(-most, most)
-
-        return noisy
-
-    _replace_forward(embeddings, make)
-
-
 def with_arguments(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
     """Return a configuration whose block has what arguments say of compilation and recomputation, unless it has it.
 
@@ -323,6 +178,81 @@ def with_arguments(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
         if isinstance(memory, Mapping):
             block["memory"] = {"recompute": "full", **memory}
     return {**config, BLOCK: block}
+
+
+Evaluated = tuple[Tensor | None, tuple[Tensor, ...]]
+"""Loss and outputs of a batch."""
+MOST_TOGETHER = 16
+"""Batches that are evaluated together, a power of two: as many plans as there are powers below it."""
+MOST_OUTPUT_BYTES = 2**28
+"""Of the outputs of batches that are evaluated together, which every rank then has at once."""
+
+
+def remaining(state: Any) -> int:
+    """Return the samples of the last batch that accelerate's loader has given, 0 where it is whole or not the last."""
+    return int(state.remainder) if state.end_of_dataloader else 0
+
+
+class EvaluatedBatches:
+    """An evaluation's batches, with what the engine makes of them: it evaluates several of one shape as one.
+
+    Args:
+        evaluate: evaluates batches of one shape, or loss units.
+        state: of accelerate's loaders.
+        has_units: batches are loss units, which may have shapes of their own.
+
+    Attributes:
+        inputs, answer: the last batch that was given, and its loss and outputs; ``left`` as of `remaining`.
+    """
+
+    def __init__(
+        self,
+        loader: Any,
+        evaluate: Callable[[Sequence[Mapping[str, Any]]], list[Evaluated]],
+        *,
+        state: Any,
+        has_units: bool,
+    ) -> None:
+        self._loader, self._evaluate, self._state, self._has_units = loader, evaluate, state, has_units
+        self._most = 1  # until it is known how much comes out
+        self.inputs: Any = None
+        self.answer: Evaluated = (None, ())
+        self.left = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the batches in their order."""
+        group: list[tuple[Any, int]] = []
+        for inputs in self._loader:
+            if group and (len(group) == self._most or self._shape(inputs) != self._shape(group[0][0])):
+                yield from self._evaluated(group)
+                group = []
+            group.append((inputs, remaining(self._state)))
+        yield from self._evaluated(group)
+
+    def _shape(self, inputs: Mapping[str, Any]) -> Any:
+        """Return what batches that are evaluated together have in common."""
+        return {
+            key: (value.dtype, None if self._has_units else value.shape)
+            if isinstance(value, Tensor)
+            else repr(value)
+            for key, value in inputs.items()
+        }
+
+    def _evaluated(self, group: list[tuple[Any, int]]) -> Iterator[Any]:
+        while group:
+            count = 1 << (len(group).bit_length() - 1)
+            together, group = group[:count], group[count:]
+            answers = self._evaluate([inputs for inputs, _ in together])
+            num_bytes = max(sum(value.nbytes for value in values) for _, values in answers)
+            self._most = max(min(MOST_TOGETHER, MOST_OUTPUT_BYTES // max(num_bytes, 1)), 1)
+            for (self.inputs, self.left), self.answer in zip(together, answers, strict=True):
+                yield self.inputs
 
 
 class StreamLoader:
@@ -510,6 +440,73 @@ def check_known_ranks(args: Any) -> None:
         )
 
 
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "auto_find_batch_size": (
+        (False,),
+        "remove it, and lower per_device_train_batch_size; the plan says what fits, and recomputes where it must",
+    ),
+    "use_liger_kernel": ((False,), 'remove it; "compile": true in the graph_pipeline block fuses operators'),
+    "fp16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
+    "bf16_full_eval": ((False,), "set bf16=True, which holds in evaluation too"),
+}
+"""Arguments that change the model outside of what is captured, the values that do not, and what to do instead."""
+
+
+def check_arguments(args: Any) -> None:
+    """Refuse what changes the model or the loss outside of what stages run.
+
+    Raises:
+        ConfigError: names the argument.
+    """
+    for name, (allowed, advice) in _REFUSED.items():
+        value = getattr(args, name, allowed[0])
+        if value not in allowed:
+            raise ConfigError(f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; {advice}")
+    if getattr(args, "fsdp", None):
+        raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
+    if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
+        raise ConfigError(
+            "GraphPipelineTrainer: train_sampling_strategy 'batch_rebalance' makes batches for ranks, which here "
+            "read the same; choose 'random'"
+        )
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError(
+            "GraphPipelineTrainer: load_best_model_at_end loads the engine's checkpoint, which save_only_model leaves "
+            "out; remove one of them"
+        )
+
+
+def one_process_arguments(args: Any, num_ranks: int) -> Any:
+    """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
+    kind = type(args)
+    own: Any = copy.copy(args)
+    one = {
+        "world_size": property(lambda self: 1),
+        "parallel_mode": property(lambda self: ParallelMode.NOT_PARALLEL),
+    }
+    own.__class__ = type(kind.__name__, (kind,), {**one, "__module__": kind.__module__})
+    own.deepspeed = own.deepspeed_plugin = own.hf_deepspeed_config = None
+    own.gradient_accumulation_steps = args.gradient_accumulation_steps * num_ranks
+    own._n_gpu = min(args.n_gpu, 1)
+    if getattr(args.distributed_state, "distributed_type", None) == DistributedType.DEEPSPEED:
+        args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # there is no plugin of it
+    # what the block or the model's forward does in place of Trainer
+    own.neftune_noise_alpha = None
+    own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
+    return own
+
+
+def cut(tensors: Any, count: int) -> Any:
+    """Return the first samples of tensors, or of containers of them."""
+    if isinstance(tensors, Tensor):
+        return tensors[:count]
+    if isinstance(tensors, Mapping):
+        return {key: cut(value, count) for key, value in tensors.items()}
+    if isinstance(tensors, (list, tuple)):
+        return type(tensors)(cut(value, count) for value in tensors)
+    return tensors
+
+
 def mini_batch_of(args: Any) -> int:
     """Return the samples of an optimizer step, by arguments whose accumulation is that of one process."""
     return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
@@ -616,3 +613,49 @@ def _without_auto(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_auto(item) for key, item in value.items() if item != AUTO}
     return value
+
+
+# What Trainer's loop calls in place of an optimizer and a schedule.
+
+
+class EngineSteps:
+    """Trainer's optimizer: the engine's, whose step is in `train_batch`."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._skipped = engine.skipped_steps
+        self.step_was_skipped = False
+
+    def step(self) -> None:
+        """Note whether the step that the engine made was skipped for overflow."""
+        skipped = self._engine.skipped_steps
+        self.step_was_skipped, self._skipped = skipped > self._skipped, skipped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Return those of this rank's stages."""
+        return list(self._engine.optimizer.param_groups)
+
+
+class EngineSchedule:
+    """Trainer's schedule: the engine's, which has made one step more once `train_batch` has returned."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._rates: list[float] = []
+        self.step()
+
+    def step(self) -> None:
+        """Take over the rates of the next step; `train_batch` has advanced the schedule."""
+        try:
+            self._rates = list(self._engine.lr_scheduler.get_last_lr())
+        except (
+            # DeepSpeed's have none before their first step; or there is none
+            AssertionError,
+            AttributeError,
+        ):
+            self._rates = self._engine.get_lr()
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rate of each parameter group, in the last step until `step` is called."""
+        return self._rates

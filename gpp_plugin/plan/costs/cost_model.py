@@ -269,8 +269,7 @@ class CostModel:
     def block_times(self, local: float, kind: int | None = None) -> tuple[Floats, Floats]:
         """Return forward and backward microseconds of every block for ``local`` samples a rank.
 
-        A block that has a backend takes what it takes there: what it would take in a stage that trains, `stage_times`
-        says.
+        A block that has a backend takes what it takes there; `stage_times` says what it takes in a stage that trains.
 
         Args:
             kind: of device; None: of each block the quickest.
@@ -554,9 +553,8 @@ class CostModel:
         """Return what an optimizer step takes on the slowest of ``ranks``; None: on the quickest device."""
         _, gradient, optimizer, *_ = self._bytes_of(blocks)
         stepped = (gradient + optimizer) / (degree if self.zero_stage >= 1 else 1)
-        kinds = range(len(self.kinds)) if ranks is None else self.kinds_of(ranks) or (0,)
-        speeds = [self.kinds[kind].memory_bytes_per_s for kind in kinds]
-        return 2e6 * stepped / (max(speeds) if ranks is None else min(speeds))
+        kinds = self.kinds if ranks is None else [self.kinds[kind] for kind in self.kinds_of(ranks) or (0,)]
+        return 2e6 * stepped / (max if ranks is None else min)(kind.memory_bytes_per_s for kind in kinds)
 
     def reduce_times(self, plan: PipelinePlan) -> dict[int, float]:
         """Return by stage what its reductions take in one step, hidden or not (`total_times`)."""

@@ -104,7 +104,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
 
     None is slower than plain data parallelism, and of those within the request's band of the shortest it is the one of
     the fewest stages (`simplest`). Stages are searched under ZeRO 1, which takes hardly longer than 0 and
-    holds less, and under that of the best plain plan where it is another; under 2 and 3 too where nothing fits.
+    holds less, and under that of the best plain plan where it is 0, or quicker; under 2 and 3 too where nothing fits.
     Loss units are searched for plain plans alone; others have that of `best_unit`.
 
     Args:
@@ -121,7 +121,9 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
     # searched once or twice, not once for each stage and unit: a plain plan of another takes next to no time
     wanted = [first, *(plan.zero_stage for plan in plain if plan.zero_stage != first)]
     for stage in dict.fromkeys((*wanted, *(stage for stage in others if stage > first))):
-        if plans and stage not in wanted:
+        # nothing is quicker under 2 or 3 but by what fits
+        is_behind = stage > first and any(p.iteration_us <= q.iteration_us for p in plans for q in plain)
+        if plans and (stage not in wanted or is_behind):
             break
         try:
             own = dataclasses.replace(request, zero_stage=stage)

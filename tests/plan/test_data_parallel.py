@@ -14,6 +14,7 @@ from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, STOCK
 from gpp_plugin.compare.simulated import best_stock, plain_line, simulate_mode, simulated_row
 from gpp_plugin.config.key_names import ARGUMENT_NAMES, use_names
 from gpp_plugin.errors import PlanInfeasible
+from gpp_plugin.plan import registry
 from gpp_plugin.plan.baselines.data_parallel import (
     best_plain,
     describe_plain,
@@ -151,6 +152,25 @@ def test_a_row_of_its_own_says_what_another_stage_would_give():
     assert "plain data parallel, ZeRO 1 (with zero_stage=1)" in format_against([row, rows[1]])
     # with the stage left open it is the plan
     assert "open" not in simulate_mode(PLAIN, dataclasses.replace(request, is_zero_open=True), plan_for)
+
+
+@pytest.mark.parametrize(("us", "searched"), [(0.5, [1]), (2.0, [1, 3, 3])])
+def test_a_higher_zero_stage_is_searched_where_plain_data_parallelism_is_quicker_under_it(
+    us, searched, monkeypatch
+):
+    """The model fits on a rank under ZeRO 3 alone: a plan that is quicker under 1 needs no second search."""
+    request = drawn(0, is_zero_open=True)
+    found = plan_for(dataclasses.replace(request, is_zero_open=False, zero_stage=3))
+    plain = dataclasses.replace(plain_plans(request)[0], zero_stage=3)
+    monkeypatch.setattr(registry, "plain_plans", lambda _: [plain])
+    stages = []
+
+    def make(asked):
+        stages.append(asked.zero_stage)
+        return dataclasses.replace(found, iteration_us=us * plain.iteration_us)
+
+    registry.plan_open("auto", request, make)
+    assert stages == searched
 
 
 def test_what_is_said_of_stages_does_not_hold_for_the_row():

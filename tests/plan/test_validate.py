@@ -232,6 +232,8 @@ def test_what_would_not_be_read_is_not_written(tmp_path):
 
 SCHEDULES = ("1f1b", "2f2b", "3f3b", "gpipe", "greedy", "zero_bubble", "auto")
 DEVICES = (2, 4, 8, 16, 32, 64)
+LARGEST = ("llava_34b", "vl_72b", "vit22b_llama70b")
+"""Models that fit on none of these numbers of devices but the last, with recompute."""
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -239,15 +241,18 @@ def test_plans_of_library_models_are_read_again_and_planned_again(model, tmp_pat
     """Stages are searched once for all schedules: as they are found, and as many as 8 under ZeRO 2."""
     planner, path = "graphpipe" if tiers.is_whole() else "pipedream", tmp_path / "plan.json"
     most = DEVICES[:3] if model == "amoebanet" else DEVICES  # of 1033 blocks a search takes long
-    for devices in some(most, every=6):
+    for devices in DEVICES[-1:] if model in LARGEST else some(most, every=6):
         for zero, stages in enumerate(dict.fromkeys(("auto", min(devices, 8)))):
-            options = {"stages": stages, "zero_stage": 2 * zero, "mini_batch": 4 * devices}
+            options = {"stages": stages, "zero_stage": 2 * zero, "mini_batch": 2 * devices}
+            if model in LARGEST:
+                options["memory"] = ["recompute"]
             request = api.make_request(model, num_devices=devices, **options)
             try:
                 made = make_plan(planner, request)
             except PlanInfeasible:
                 continue
-            for schedule in SCHEDULES:
+            # what recomputes has its order, and may only split backwards
+            for schedule in ("auto", "zero_bubble") if model in LARGEST else SCHEDULES:
                 try:
                     plan = finished_plan(schedule_plan(made, request, schedule=schedule), request)
                 except PlanInfeasible:

@@ -47,6 +47,7 @@ def pages() -> dict[str, str]:
         "configuration.md": configuration_page(),
         "commands.md": commands_page(),
         "algorithms.md": algorithms_page(),
+        "porting.md": with_contract((ROOT / "docs" / "porting.md").read_text(encoding="utf-8")),
         "../ARCHITECTURE.md": with_layers((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")),
     }
 
@@ -54,12 +55,26 @@ def pages() -> dict[str, str]:
 def with_layers(text: str) -> str:
     """Return ARCHITECTURE.md with its table of layers as ``.ci/layers.toml`` has them."""
     rooms = tomllib.loads((ROOT / ".ci" / "layers.toml").read_text(encoding="utf-8"))["room"]
-    rows = [f"| `{room['name'].replace('.', '/')}` | {room['owns']} |" for room in rooms]
-    before, _, rest = text.partition("| room | owns |\n")
+    return with_table(
+        text, "room", "owns", rows=[[f"`{r['name'].replace('.', '/')}`", r["owns"]] for r in rooms]
+    )
+
+
+def with_contract(text: str) -> str:
+    """Return porting.md with its table of what differs, as ``docs/contract.toml`` has it."""
+    scenarios = tomllib.loads((ROOT / "docs" / "contract.toml").read_text(encoding="utf-8"))["scenario"]
+    rows = [[own["of"], own["what"], own["here"], own.get("why", "")] for own in scenarios]
+    return with_table(text, "of", "DeepSpeed's", "here", "why, or what to use", rows=rows)
+
+
+def with_table(text: str, *titles: str, rows: Sequence[Sequence[str]]) -> str:
+    """Return a page with the rows of the table of these titles written anew."""
+    head = f"| {' | '.join(titles)} |\n"
+    before, _, rest = text.partition(head)
     if not rest:
-        raise SystemExit("ARCHITECTURE.md has no table `| room | owns |`")
-    after = rest[rest.index("\n\n") :]
-    return before + "\n".join(["| room | owns |", "|---|---|", *rows]) + after
+        raise SystemExit(f"a page has no table {head}")
+    lines = [head.rstrip(), "|---" * len(titles) + "|", *(f"| {' | '.join(row)} |" for row in rows)]
+    return before + "\n".join(lines) + rest[rest.index("\n\n") :]
 
 
 def _put(path: Path, text: str, *, write: bool) -> bool:

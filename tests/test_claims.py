@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +45,23 @@ def test_a_claim_is_in_its_page_and_its_command_and_checks_are_understood(comman
 def test_the_cheap_ones_take_ten_processor_minutes_at_most() -> None:
     assert sum(command.seconds for command in COMMANDS if not command.is_dear) <= 600
     assert len({command.run for command in COMMANDS}) == len(COMMANDS)
+
+
+def test_each_row_of_what_differs_has_a_test_and_a_reason() -> None:
+    text = (ROOT / "docs" / "contract.toml").read_text()
+    scenarios = tomllib.loads(text)["scenario"]
+    assert len(scenarios) >= 25 and {own["of"] for own in scenarios} == {
+        "pipe",
+        "schedules",
+        "accumulation",
+        "checkpoint",
+    }
+    assert len({own["what"] for own in scenarios}) == len(scenarios)
+    for own in scenarios:
+        file, _, name = own["test"].partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), own["test"]
+        assert own["here"] in ("same", "refused", "differs")
+        assert bool(own.get("why")) == (own["here"] != "same"), own["what"]
 
 
 def blocks(page: str) -> list[list[str]]:

@@ -494,7 +494,7 @@ class Evaluator:
         self._reference = reference
         self._modules = dict(modules)
         self._graphs: OrderedDict[_GraphKey, _Graph] = OrderedDict()
-        self._runners: OrderedDict[tuple[_GraphKey, int, int], RankRunner | None] = OrderedDict()
+        self._runners: OrderedDict[tuple[_GraphKey, int, Any], RankRunner | None] = OrderedDict()
 
     @torch.no_grad()
     def evaluate(
@@ -600,6 +600,10 @@ class Evaluator:
         def make() -> RankRunner | None:
             runner = self._factory.make(reference, plan)
             if runner is not None:
+                for (graph, *_), other in self._runners.items():
+                    if other is not None and graph == key and other.plan.stages == runner.plan.stages:
+                        runner.adopt_code(other)
+                        break
                 # of a smaller part the first data positions run alone, and of this rank's stages perhaps not all
                 modules = [self._modules[stage] for stage in runner.stages]
                 for module, function in zip(modules, runner.prepare(batch), strict=True):
@@ -609,7 +613,9 @@ class Evaluator:
                 )
             return runner
 
-        return lately(self._runners, (key, plan.mini_batch, plan.loss_unit), make, most=MAX_RUNNERS)
+        # two small parts and one larger may be as many samples, on other ranks and in other micro-batches
+        sizes = tuple((stage.micro_batch_size, stage.ranks) for stage in plan.stages)
+        return lately(self._runners, (key, plan.mini_batch, sizes), make, most=MAX_RUNNERS)
 
     def _gather(
         self,

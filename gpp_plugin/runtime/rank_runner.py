@@ -123,6 +123,12 @@ class RankRunner:
         """Return the code of each stage for batches like this one, before parameters are bound."""
         return tuple(runner.prepare(batch) for runner in self.stage_runners)
 
+    def adopt_code(self, other: RankRunner) -> None:
+        """Take over the code of a runner of the same stages, for mini-batches of another size; not that of units."""
+        if not self.has_ragged_units:
+            for own, known in zip(self.stage_runners, other.stage_runners, strict=True):
+                own.adopt_code(known)
+
     def bind(
         self,
         modules: Sequence[StageModule],

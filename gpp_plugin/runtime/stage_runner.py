@@ -237,6 +237,11 @@ class StageRunner:
         """Return the stage's code for a batch like this one, or for one of its units that has all inputs."""
         return self._prepared(batch).code.function
 
+    def adopt_code(self, other: StageRunner) -> None:
+        """Take over code of the same stage and micro-batches, of a mini-batch of another size."""
+        for key, code in other._codes.items():
+            self._codes[key] = dataclasses.replace(code, compute=None, versions=None)
+
     def code_and_weights(self, batch: Batch) -> tuple[StageCode, list[Tensor]]:
         """Return the stage's code as of `prepare`, and the weights that it takes, which are bound."""
         code = self._prepared(batch).code

@@ -20,6 +20,7 @@ from gpp_plugin.engine.checkpoints.conversion import (
     WholeState,
     propose_names,
     read_checkpoint,
+    read_pipeline,
     read_torch,
     write_checkpoint,
     write_torch,
@@ -348,3 +349,62 @@ def test_a_map_is_whole_or_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "is there already; leave out --like" in refused(capsys, like, out, "--names", file, "--like", like)
     assert main(["convert", str(like), str(out), "--names", str(file)]) == 0
     assert set(torch.load(out, weights_only=True)["module"]) == set(names.values())
+
+
+def stock_files(
+    directory: Path, layers: dict[int, dict[str, torch.Tensor]], *stages: list[torch.Tensor], groups: int = 1
+) -> Path:
+    """Write files as DeepSpeed's pipeline engine does; of each stage the first moments that its optimizer has."""
+    directory.mkdir()
+    for number, layer in layers.items():
+        torch.save(layer, directory / f"layer_{number:02d}-model_states.pt")
+    for rank, moments in enumerate(stages):
+        states = {n: {"step": 2, "exp_avg": m, "exp_avg_sq": m} for n, m in enumerate(moments)}
+        cut = [[*states][at::groups] for at in range(groups)]
+        optimizer = {"state": states, "param_groups": [{"lr": 0.1, "params": own} for own in cut]}
+        config = {"optimizer": {"type": "Adam"}}
+        head = {"optimizer": optimizer, "ds_config": config, "global_steps": 2, "buffer_names": ["5.mean"]}
+        torch.save(head, directory / f"mp_rank_{rank:02d}_model_states.pt")
+    return directory
+
+
+def test_states_are_those_of_their_parameters_or_refused(tmp_path: Path) -> None:
+    def one(value: float, *shape: int) -> torch.Tensor:
+        return torch.full(shape, value)
+
+    torch.manual_seed(0)
+    tied = {"weight": torch.randn(4, 4)}
+    layers = {
+        0: {"weight": torch.randn(4, 4)}, 1: tied, 3: dict(tied),
+        5: {"weight": torch.ones(4), "mean": torch.zeros(4)}, 7: {"weight": torch.randn(2, 4)},
+    }  # fmt: skip
+    # a stage numbers what is tied first, and a second one that shares it has it again
+    whole = stock_files(tmp_path / "whole", layers, [one(1, 4, 4), one(0, 4, 4), one(5, 4), one(7, 2, 4)])
+    shared = stock_files(
+        tmp_path / "shared", layers, [one(1, 4, 4), one(0, 4, 4)], [one(1, 4, 4), one(5, 4), one(7, 2, 4)]
+    )
+    for path in (whole, shared):
+        state = read_pipeline(path)
+        found = {name: float(own["exp_avg"].flatten()[0]) for name, own in state.state.items()}
+        assert found == {"0.weight": 0, "1.weight": 1, "5.weight": 5, "7.weight": 7}
+        assert state.aliases == {"1.weight": ("3.weight",)} and list(state.buffers) == ["5.mean"]
+        assert (state.optimizer, state.step) == ("AdamW", 2) and len(state.groups) == 1
+    plain = {n: layers[n] for n in (0, 5)}
+    for number, (broken, said) in enumerate(
+        [
+            (lambda p: stock_files(p, plain, [one(5, 4)]), "is not certain"),  # frozen
+            (lambda p: stock_files(p, plain, [one(0, 4, 4), one(5, 4)], groups=2), "is not certain"),
+            (lambda p: stock_files(p, plain, [one(0, 4, 3), one(5, 4)]), "is not certain"),
+            (
+                lambda p: (stock_files(p, plain) / "layer_00-model_01-model_states.pt").touch(),
+                "a part of a layer",
+            ),
+            (
+                lambda p: (stock_files(p, plain) / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt").touch(),
+                "flat pieces",
+            ),
+        ]
+    ):
+        broken(tmp_path / str(number))
+        with pytest.raises(CheckpointError, match=said):
+            read_pipeline(tmp_path / str(number))

@@ -366,7 +366,8 @@ def predict(directory: str, block: dict[str, Any] | None = None) -> dict[str, An
     whole["labels"] = whole["labels"].clamp_min(PAD)
     rows = [{key: value[at] for key, value in whole.items()} for at in range(16)]
     args = Seq2SeqTrainingArguments(
-        output_dir=directory, per_device_train_batch_size=8 if is_alone else 4, max_steps=2, report_to="none",
+        output_dir=directory, per_device_train_batch_size=4, max_steps=2, report_to="none",
+        gradient_accumulation_steps=2 if is_alone else 1,
         disable_tqdm=True, use_cpu=True, save_strategy="no", logging_steps=100, learning_rate=4e-3,
         per_device_eval_batch_size=3, predict_with_generate=True, generation_max_length=9, generation_num_beams=2,
         dataloader_pin_memory=False,

@@ -122,7 +122,8 @@ class Job:
             return None
         return SimpleNamespace(
             stages=(0,), prepare=lambda batch: [SimpleNamespace(tensors=())], sums_losses=False,
-            bind=lambda modules, step, weights: None,
+            bind=lambda modules, step, weights: None, plan=plan,
+            adopt_code=lambda other: self.log.append(f"code of {other.plan.mini_batch}"),
         )  # fmt: skip
 
     def _run(self, runner: Any, rows: Any) -> Any:
@@ -131,8 +132,8 @@ class Job:
             outputs = {"row": [(i, unit["x"]) for i, unit in enumerate(rows.units)]}
             return SimpleNamespace(losses=[(unit["x"].mean(), 1) for unit in rows.units], outputs=outputs)
         x = rows["x"]
-        halves = list(x.split(max(len(x) // 2, 1)))[::-1]  # in no order
-        firsts = [int(half[0, 0] - x[0, 0]) for half in halves]
+        size = max(len(x) // 2, 1)
+        halves, firsts = list(x.split(size))[::-1], [*range(0, len(x), size)][::-1]  # in no order
         outputs = {
             "row": list(zip(firsts, halves, strict=True)),
             "same": [(0, torch.tensor([7.0]))],
@@ -213,6 +214,19 @@ def test_batches_evaluated_together_have_what_each_has_alone() -> None:
                 assert torch.allclose(out, out_2, atol=1e-6)
 
 
+def test_more_batches_at_once_run_on_the_code_that_one_has() -> None:
+    job = Job(PLAN)
+    job.asked = ("row",)
+    job.evaluator.evaluate([rows_of(6)], outputs=("row",), needs_loss=True)
+    job.log.clear()
+    found = job.evaluator.evaluate([rows_of(6), rows_of(6)], outputs=("row",), needs_loss=True)
+    assert [text for text in job.log if text.startswith(("runner", "code"))] == [
+        "runner of 8", "code of 4", "runner of 4", "code of 2",
+    ]  # fmt: skip
+    assert [loss for loss, _ in found] == [2.5, 2.5]
+    assert all(outputs["row"].equal(rows_of(6)["x"]) for _, outputs in found)
+
+
 def test_units_of_their_own_shapes_are_never_joined_and_come_back_in_their_order() -> None:
     units = tuple({"x": torch.full((1, width), float(width))} for width in (3, 1, 2, 5))
     loss, outputs = Job(plan_of((("a",), (0,), 1), unit=1)).evaluate(
@@ -243,6 +257,7 @@ def test_the_last_graphs_and_runners_are_kept() -> None:
     sizes.log.clear()
     sizes.evaluate(rows_of(4 * MAX_RUNNERS + 4))
     sizes.evaluate(rows_of(4))
-    assert sizes.log == ["attached", f"runner of {4 * MAX_RUNNERS + 4}", "complete", "attached"]
+    made = ["attached", f"runner of {4 * MAX_RUNNERS + 4}", "code of 8", "complete", "attached"]
+    assert sizes.log == made
     sizes.evaluate(rows_of(8))
     assert "runner of 8" in sizes.log

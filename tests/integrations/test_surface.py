@@ -14,12 +14,15 @@ import pytest
 import torch
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.module import PipelineModule
 from torch import nn
 
+from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.config.deepspeed_keys import KEYS
 from gpp_plugin.engine.compatibility import _BY_NAME, PipelineSurface, _lack, why_lacking
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.integrations.deepspeed.dispatch import _checked_arguments
 from tests.integrations.engine_jobs import B, U, config_of, logged, make_engine, said_of, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -70,6 +73,15 @@ def test_what_a_graph_of_stages_does_not_take_is_refused(monkeypatch: pytest.Mon
     for save in (engine.save_checkpoint, engine.save_16bit_model):
         with pytest.raises(ConfigError, match="save_pretrained writes the adapter"):
             save("nowhere", exclude_frozen_parameters=True)
+
+
+def test_what_is_no_plain_model_is_refused() -> None:
+    for kind, said in (
+        (PipelineModule, "pass the plain model"),
+        (GraphPipelineEngine, "is an engine already"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            _checked_arguments({}, GraphPipelineConfig(), {"model": object.__new__(kind)})
 
 
 def test_a_missing_name_says_why_or_what_is_near() -> None:

@@ -322,12 +322,12 @@ def read_pipeline(directory: Path) -> WholeState:
 
 
 def _read_pipeline(directory: Path) -> WholeState:
-    layers: dict[int, dict[str, Tensor]] = {}
+    paths: dict[int, Path] = {}
     for path in sorted(directory.glob("layer_*.pt")):
         match = _LAYER_FILE.match(path.name)
-        if match is None or int(match[1]) in layers:
+        if match is None or paths.setdefault(int(match[1]), path) != path:
             raise CheckpointError(f"{path} is a part of a layer (tensor parallelism), which cannot be joined")
-        layers[int(match[1])] = _load(path)
+    layers: dict[int, dict[str, Tensor]] = {number: _load(path) for number, path in paths.items()}
     ranks = [_load(path) for path in sorted(directory.glob("mp_rank_*_model_states.pt"))]
     states = [rank["optimizer"] for rank in ranks if rank.get("optimizer")]
     is_flat = any(not isinstance(state.get("state"), dict) for state in states)
@@ -338,7 +338,6 @@ def _read_pipeline(directory: Path) -> WholeState:
         )
     buffers = {name for rank in ranks for name in rank.get("buffer_names") or ()}
     state = WholeState(weights={}, step=max((int(rank["global_steps"]) for rank in ranks), default=0))
-    # parameters of each layer in the order of a stage's optimizer, which has tied layers first
     trained: dict[int, list[str]] = {}
     for number, layer in sorted(layers.items()):
         first = next((other for other in trained if _is_copy(layer, layers[other])), None)
@@ -355,7 +354,7 @@ def _read_pipeline(directory: Path) -> WholeState:
     if states:
         kind = str(ranks[0]["ds_config"]["optimizer"]["type"])
         state.optimizer = "AdamW" if kind.lower() in ("adam", "adamw") else kind
-        _take_states(state, [names for _, names in sorted(trained.items())], states, directory)
+        _take_states(state, [names for _, names in sorted(trained.items()) if names], states, directory)
     return state
 
 
@@ -373,31 +372,25 @@ def _take_states(
 ) -> None:
     """Give each parameter what the optimizer of its stage has of it.
 
-    Stages have consecutive layers, and number parameters in their order; a stage that shares a layer of an earlier one
-    has its parameters in front, again.
-
     Raises:
         CheckpointError: it is not known which state is whose.
     """
-    #   layers [0.weight] [1.weight 1.bias] [2.weight]    stage 0 has 3 states, stage 1 has 2: of 0.weight and 2.weight
-    names = [name for layer in layers for name in layer]
     stages = [
         [dict(stage["state"].get(n, {})) for group in stage["param_groups"] for n in group["params"]]
         for stage in saved
     ]
-    ways = _ways_to_repeat(state, names, stages)
+    ways = _ways_to_number(state, layers, stages)
     if len(ways) != 1 or any(len(stage["param_groups"]) != 1 for stage in saved):
         counts = [len(stage["param_groups"]) for stage in saved], [len(states) for states in stages]
         raise CheckpointError(
             f"{directory}: its stages' optimizers have {counts[0]} groups with states of {counts[1]} parameters: which "
-            f"of {_few(names)} they are of is not certain (frozen parameters, several groups, a file "
-            "mp_rank_*_model_states.pt that is missing); train a step with ZeRO 1, and use ds_to_universal.py"
+            f"of {_few([name for layer in layers for name in layer])} they are of is not certain (frozen parameters, "
+            "several groups, a file mp_rank_*_model_states.pt that is missing); train a step with ZeRO 1, and use "
+            "DeepSpeed's ds_to_universal.py"
         )
-    first = 0
-    for stage, states, again in zip(saved, stages, ways[0], strict=True):
-        own = names[first : first + len(states) - again]
-        first += len(own)
-        state.state |= dict(zip(own, states[again:], strict=True))
+    for stage, states, own in zip(saved, stages, ways[0], strict=True):
+        if own:
+            state.state |= dict(zip(own, states[-len(own) :], strict=True))
         group = stage["param_groups"][0]
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         if state.groups and state.groups[0][1] == options:
@@ -406,21 +399,31 @@ def _take_states(
             state.groups.append((list(own), options))
 
 
-def _ways_to_repeat(
-    state: WholeState, names: Sequence[str], stages: Sequence[Sequence[Mapping[str, Any]]], first: int = 0
-) -> list[list[int]]:
-    """Return all ways in which each stage may begin with so many parameters of earlier ones, if all are to have one."""
+def _ways_to_number(
+    state: WholeState,
+    layers: Sequence[Sequence[str]],
+    stages: Sequence[Sequence[Mapping[str, Any]]],
+    first: int = 0,
+) -> list[list[list[str]]]:
+    """Return all ways in which stages may hold consecutive layers: by stage, the parameters of its last states.
+
+    A stage numbers tied layers first. One that shares layers of earlier stages has their states in front, again.
+    """
+    #   layers [0.weight] [1.weight 1.bias] [2.weight]    stage 0 has 3 states, stage 1 has 2: of 0.weight and 2.weight
     if not stages:
-        return [[]] if first == len(names) else []
-    ways = []
-    for again in range(len(stages[0]) + 1):
-        own = names[first : first + len(stages[0]) - again]
-        if len(own) + again == len(stages[0]) and all(
-            _fits(state, one, names[:first] if at < again else own[at - again : at - again + 1])
-            for at, one in enumerate(stages[0])
-        ):
-            rest = _ways_to_repeat(state, names, stages[1:], first + len(own))
-            ways += [[again, *more] for more in rest]
+        return [[]] if first == len(layers) else []
+    ways: list[list[list[str]]] = []
+    earlier = [name for layer in layers[:first] for name in layer]
+    for end in range(first, len(layers) + 1):
+        by_layer = sorted(layers[first:end], key=lambda layer: layer[0] not in state.aliases)
+        own = [name for layer in by_layer for name in layer]
+        again = len(stages[0]) - len(own)
+        shares = again > 0 and any(name in state.aliases for name in own)  # in which order is not known
+        if again < 0 or shares:
+            continue
+        whose = [earlier] * again + [[name] for name in own]
+        if all(_fits(state, one, names) for one, names in zip(stages[0], whose, strict=True)):
+            ways += [[own, *rest] for rest in _ways_to_number(state, layers, stages[1:], end)]
     return ways
 
 

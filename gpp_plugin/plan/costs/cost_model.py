@@ -34,7 +34,6 @@ from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCos
 from gpp_plugin.plan.costs.memory_formula import (
     held_bytes,
     peak_bytes,
-    sharded_by_block,
     sharded_bytes,
     sharded_graph,
     sharded_profile,
@@ -185,7 +184,6 @@ class CostModel:
         self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCost] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
         self._sums = sum_times(graph, tensor, tensor_sum or CollectiveCost(((0.0, 0.0),)))
-        beside = {name: own.beside_share for name, own in sharded_by_block(graph, tensor).items()}
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -220,7 +218,7 @@ class CostModel:
             else None
         )
         self._times: dict[tuple[float, int | None], tuple[Floats, Floats, Floats]] = {}
-        self._beside = np.array([(1.0 - c.input_share) * beside.get(c.block, 0.0) for c in self._costs])
+        self._beside = self._sums[0, 4] * np.array([1.0 - c.input_share for c in self._costs])
         self._static = np.stack(
             [
                 self.parameter_bytes,

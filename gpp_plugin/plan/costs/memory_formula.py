@@ -189,15 +189,16 @@ Floats = npt.NDArray[np.float64]
 
 
 def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCost) -> Floats:
-    """Return [line, 4, block] microseconds of all-reduces: forward a task, forward a sample, backward a task, a sample.
+    """Return [line, 5, block] microseconds of all-reduces: forward a task, forward a sample, backward a task, a sample.
 
-    The least over the lines of a price is what they take (`CollectiveCost.us`).
+    The last row is `BlockSharding.beside_share`. The least over the lines of a price is what they take
+    (`CollectiveCost.us`).
     """
     # On 4 ranks in a ring of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
     # 6 / 4 x 8 MB / 450 GB/s = 26.7 us a sample. The first does not grow with a micro-batch, so that small ones are
     # dear on tensor ranks; the second does not shrink with more ranks, so that large sizes win less and less.
     sharded = sharded_by_block(graph, tensor)
-    found = np.zeros((len(price.lines), 4, len(graph.blocks)))
+    found = np.zeros((len(price.lines), 5, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):
         own = sharded.get(block.name)
         if own is None:
@@ -209,6 +210,7 @@ def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCost) -> Floats:
                 own.forward_sum_bytes * each,
                 own.backward_sums * latency,
                 own.backward_sum_bytes * each,
+                own.beside_share,
             )
     return found
 

@@ -349,13 +349,13 @@ class GraphPipelineEngine(PipelineSurface):
                 f"set_train_batch_size: {number!r} is no multiple of train_micro_batch_size_per_gpu, "
                 f"{before.loss_unit}; give one, or set that in the JSON"
             )
+        if number == before.mini_batch:
+            return
         if self.config.mode == "async" or self.config.units is not None:
             key = '"mode": "async"' if self.config.mode == "async" else '"units"'
             raise ConfigError(
                 f"set_train_batch_size: graph_pipeline has {key}, which fixes it; start anew from a checkpoint"
             )
-        if number == before.mini_batch:
-            return
         self._runner.refuse_after_failure()
         self._steps.drain()
         sizes = self._setting.sizes._replace(mini_batch=number, gradient_accumulation_steps=None)

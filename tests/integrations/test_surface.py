@@ -23,6 +23,7 @@ from gpp_plugin.engine.compatibility import _BY_NAME, PipelineSurface, _lack, wh
 from gpp_plugin.engine.engine import GraphPipelineEngine
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.dispatch import _checked_arguments
+from gpp_plugin.integrations.deepspeed.stock_engine import StockPipelineEngine
 from tests.integrations.engine_jobs import B, U, config_of, logged, make_engine, said_of, steps
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -73,6 +74,11 @@ def test_what_a_graph_of_stages_does_not_take_is_refused(monkeypatch: pytest.Mon
     for save in (engine.save_checkpoint, engine.save_16bit_model):
         with pytest.raises(ConfigError, match="save_pretrained writes the adapter"):
             save("nowhere", exclude_frozen_parameters=True)
+
+
+def test_deepspeeds_own_pipeline_keeps_its_batch_size() -> None:
+    with pytest.raises(ConfigError, match="choose another planner"):
+        object.__new__(StockPipelineEngine).set_train_batch_size(16)
 
 
 def test_what_is_no_plain_model_is_refused() -> None:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import deepspeed
 import torch
@@ -479,6 +479,13 @@ class StockPipelineEngine(PipelineEngine):
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
         """Apply ``fn`` to every batch that is taken from an iterator; it returns a dict of tensors."""
         self._data.apply(fn)
+
+    def set_train_batch_size(self, train_batch_size: int) -> NoReturn:
+        """Refuse: DeepSpeed's would change its own count of micro-batches, and not the plan."""
+        raise ConfigError(
+            f"set_train_batch_size: planner {STOCK!r} runs one plan; set train_batch_size in the JSON, or choose "
+            "another planner"
+        )
 
     def destroy(self) -> None:
         """Release what prefetches, and of what DeepSpeed's engine holds."""

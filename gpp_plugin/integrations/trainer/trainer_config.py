@@ -26,7 +26,7 @@ from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.engine.loading.rank_shard import first_items, stream_state
+from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
@@ -294,7 +294,7 @@ class StreamLoader:
         stated = _Stated(
             self.dataset, self.batch_size, state=state, skipped=0 if state is not None else skipped
         )
-        loader = DataLoader(stated, batch_size=None, collate_fn=lambda pair: pair, **self._options)
+        loader = DataLoader(stated, batch_size=None, collate_fn=as_it_is, **self._options)
         program = host_streams()
         inner = iter(loader)  # draws a seed of workers
         if is_resumed and self._drawn is not None:

@@ -32,7 +32,7 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, check_request
 from gpp_plugin.plan.validate_plan import validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
-from tests.plan.graphs import branches, chain, costs_of, make_cluster, make_profile, make_request
+from tests.plan.graphs import branches, chain, costs_of, make_cluster, make_graph, make_profile, make_request
 
 
 def shared(
@@ -400,3 +400,14 @@ def test_a_branch_on_the_ranks_of_the_rest_takes_at_least_their_micro_batches():
     assert any(size > max(trunk) for size, trunk in found) and all(
         size >= max(trunk) for size, trunk in found
     )
+
+
+def test_ranks_that_hardly_compute_are_named() -> None:
+    """A loss over all samples has a rank of its own, which computes 1 %: stages may share it where that is allowed."""
+    graph = make_graph([("a", "b"), ("b", "loss")], loss="loss", coupled=["loss"])
+    for us, is_named in ((1.0, True), (30.0, False)):
+        profile = make_profile(graph, {"a": 100.0, "b": 100.0, "loss": us})
+        request = make_request(graph, profile, ranks=3, loss_unit=16, num_stages=3, data_parallel=1)
+        plan = share_ranks(schedule_plan(make_plan("auto", request), request), request)
+        named = [note for note in plan.notes if note.startswith("rank 2: less than 2%")]
+        assert bool(named) == is_named and all("colocate" in note for note in named)

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from gpp_plugin.config.key_names import name_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.garbage import paused_collector
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, stage_compute_us
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.choose_schedule import GAIN, SPLIT, first_schedule, schedule_shared
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -65,6 +65,8 @@ NUM_REFINED = 12
 """Of all that were simulated exactly, how many get the best orders and in-flight counts."""
 LARGE_EXACT, LARGE_IMPROVED, LARGE_REFINED, LARGE_GROUPS = 2, 1, 1, 16
 """The same of models too large for several searches, and into how many groups their ranks are divided at most."""
+IDLE = 0.02
+"""Ranks that compute less than this part of the busiest one's are named."""
 NEAR = 1.15
 """Times the shortest start, up to which others are simulated: moves gain as much."""
 
@@ -82,7 +84,7 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
         PlanInfeasible: only such a plan would do, and none fits.
     """
     if not request.may_share_ranks or plan.shares_ranks:
-        return plan
+        return _with_idle_ranks(plan)
     if any(stage.tensor > 1 for stage in plan.stages) or request.tensor_parallel not in (1, None):
         note = "ranks hold one stage each: those with tensor ranks share none"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
@@ -123,6 +125,28 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     shared = dataclasses.replace(shared, notes=(*shared.notes, *report.notes, note))
     validate_for(shared, request)
     return complete_plan(shared, request.graph, request.profile)
+
+
+def _with_idle_ranks(plan: PipelinePlan) -> PipelinePlan:
+    """Return the plan with a note of the ranks that hardly compute, if any: stages of others may share them."""
+    # a loss over all samples of a step takes 1 % of it, and units leave it a rank of its own
+    if plan.mode != "sync" or plan.planner == STOCK:
+        return plan
+    loads = [stage_compute_us(plan, index) for index in range(len(plan.stages))]
+    idle = [
+        rank
+        for load, stage in zip(loads, plan.stages, strict=True)
+        for rank in stage.ranks
+        if load < IDLE * max(loads)
+    ]
+    if not idle:
+        return plan
+    noun = "rank" if len(idle) == 1 else "ranks"
+    note = (
+        f"{noun} {', '.join(map(str, idle))}: less than {IDLE:.0%} of what the busiest computes; "
+        f"{setting_of('colocate', 'auto')} lets stages share ranks"
+    )
+    return dataclasses.replace(plan, notes=(*plan.notes, note))
 
 
 def _searches(

@@ -16,13 +16,10 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import networkx as nx
-
 from gpp_plugin.compare.compare_settings import CHAIN, GRAPH, PLAIN, SINGLE, STOCK
 from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.ir.block_graph import BlockEdge, BlockGraph
-from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan
-from gpp_plugin.ir.tensors import TensorSpec, batch_layout
+from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.plan.baselines.chain_costs import block_orders, in_order
 from gpp_plugin.plan.baselines.data_parallel import PLAIN as PLAIN_PLANNER
 from gpp_plugin.plan.baselines.data_parallel import (
     best_plain,
@@ -34,7 +31,6 @@ from gpp_plugin.plan.baselines.data_parallel import (
 from gpp_plugin.plan.baselines.stock_chain import STOCK as STOCK_PLANNER
 from gpp_plugin.plan.costs.estimate import finished_plan
 from gpp_plugin.plan.costs.memory_formula import complete_plan
-from gpp_plugin.plan.make import linear_order
 from gpp_plugin.plan.memory.fitting import recompute_fully
 from gpp_plugin.plan.registry import make_plan, run_planner
 from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank, unlimited
@@ -47,9 +43,7 @@ from gpp_plugin.report.units import format_bytes
 # Beside it a graph of stages shows what the graph alone is worth: both have the same planner and refinement, the same
 # micro-batch sizes, micro-batches in flight and costs, and whatever else the request allows.
 #
-# A chain comes from the same planner on the same model, in which every block also waits for the one before it in some
-# order: by a tensor without bytes, which takes no time. Two orders are tried: branch after branch, as linearised
-# models are usually cut, and level by level, with which a stage may hold a slice of all branches.
+# A chain comes from the same planner on the same model in a line (`chain_costs.in_order`).
 
 
 def best_chain(request: PlanRequest, make: MakePlan) -> PipelinePlan:
@@ -70,46 +64,6 @@ def best_chain(request: PlanRequest, make: MakePlan) -> PipelinePlan:
     if problem is not None and not plans:
         raise problem
     return min(plans, key=lambda plan: plan.iteration_us)
-
-
-def block_orders(graph: BlockGraph) -> list[list[str]]:
-    """Return the orders to cut a model in, each once: branch after branch, and level by level."""
-    levels = [name for level in nx.topological_generations(graph.digraph()) for name in level]
-    branches = linear_order(graph)
-    return [branches] if levels == branches else [branches, levels]
-
-
-def in_order(request: PlanRequest, order: Sequence[str]) -> PlanRequest:
-    """Return the request for a model whose blocks run one after the other, gradients the other way."""
-    # On a -> c <- b in the order a, b, c the edge a -> b is added, of a tensor without elements; b -> c is there. One
-    # is also added beside an edge that carries no gradient (a mask), for the way back.
-    graph = request.graph
-    tensors = dict(graph.tensors)
-    is_there = {
-        (edge.src, edge.dst) for edge in graph.edges if any(tensors[t].requires_grad for t in edge.tensors)
-    }
-    edges = list(graph.edges)
-    for src, dst in zip(order, order[1:], strict=False):
-        if (src, dst) not in is_there:
-            name = f"{ORDER_ONLY} {dst}"
-            edges.append(BlockEdge(src=src, dst=dst, tensors=(name,)))
-            tensors[name] = TensorSpec(
-                name=name,
-                dtype="float32",
-                shape=(graph.num_samples, 0),
-                num_samples=graph.num_samples,
-                layout=batch_layout(),
-                requires_grad=True,
-            )
-    place = {name: i for i, name in enumerate(order)}
-    chained = dataclasses.replace(
-        graph,
-        blocks=tuple(sorted(graph.blocks, key=lambda block: place[block.name])),
-        edges=tuple(sorted(edges, key=lambda edge: (place[edge.src], place[edge.dst]))),
-        tensors=tensors,
-    )
-    profile = dataclasses.replace(request.profile, graph=chained.fingerprint)
-    return dataclasses.replace(request, graph=chained, profile=profile)
 
 
 MakePlan = Callable[[PlanRequest], PipelinePlan]

@@ -10,9 +10,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+import networkx as nx
 import numpy as np
 
+from gpp_plugin.ir.block_graph import BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
+from gpp_plugin.ir.tensors import TensorSpec, batch_layout
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
@@ -253,3 +256,48 @@ def as_sequential(plan: PipelinePlan, costs: CostModel) -> PipelinePlan:
     )  # fmt: skip
     ordered = tuple(sorted([*edges, *added], key=lambda edge: (edge.src, edge.dst)))
     return with_in_flight(dataclasses.replace(plan, edges=ordered), costs, extra=extra)
+
+
+# The model itself in a line: every block also waits for the one before it in some order, by a tensor without bytes,
+# which takes no time. Two orders: branch after branch, as linearised models are usually cut, and level by level, with
+# which a stage may hold a slice of all branches.
+
+
+def block_orders(graph: BlockGraph) -> list[list[str]]:
+    """Return the orders to cut a model in, each once: branch after branch, and level by level."""
+    levels = [name for level in nx.topological_generations(graph.digraph()) for name in level]
+    branches = linear_order(graph)
+    return [branches] if levels == branches else [branches, levels]
+
+
+def in_order(request: PlanRequest, order: Sequence[str]) -> PlanRequest:
+    """Return the request for a model whose blocks run one after the other, gradients the other way."""
+    # On a -> c <- b in the order a, b, c the edge a -> b is added, of a tensor without elements; b -> c is there. One
+    # is also added beside an edge that carries no gradient (a mask), for the way back.
+    graph = request.graph
+    tensors = dict(graph.tensors)
+    is_there = {
+        (edge.src, edge.dst) for edge in graph.edges if any(tensors[t].requires_grad for t in edge.tensors)
+    }
+    edges = list(graph.edges)
+    for src, dst in zip(order, order[1:], strict=False):
+        if (src, dst) not in is_there:
+            name = f"{ORDER_ONLY} {dst}"
+            edges.append(BlockEdge(src=src, dst=dst, tensors=(name,)))
+            tensors[name] = TensorSpec(
+                name=name,
+                dtype="float32",
+                shape=(graph.num_samples, 0),
+                num_samples=graph.num_samples,
+                layout=batch_layout(),
+                requires_grad=True,
+            )
+    place = {name: i for i, name in enumerate(order)}
+    chained = dataclasses.replace(
+        graph,
+        blocks=tuple(sorted(graph.blocks, key=lambda block: place[block.name])),
+        edges=tuple(sorted(edges, key=lambda edge: (place[edge.src], place[edge.dst]))),
+        tensors=tensors,
+    )
+    profile = dataclasses.replace(request.profile, graph=chained.fingerprint)
+    return dataclasses.replace(request, graph=chained, profile=profile)

@@ -334,7 +334,7 @@ class LossReports:
             who=own_name(),
             group=self._group,
             most_s=self.data.timeout_s,
-            hang_up=functools.partial(hang_up, self._group, other),
+            hang_up=functools.partial(hang_up, self._group, [other]),
         )
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import gpp_plugin
 from gpp_plugin.engine.stage_groups import broadcast_in_place
 from gpp_plugin.errors import CommTimeout
+from gpp_plugin.runtime.messages import sockets
 from gpp_plugin.runtime.ranks import collectives as collectives_module
 from gpp_plugin.runtime.ranks.collectives import Collectives, wait_for
 from gpp_plugin.runtime.ranks.failure_board import HERE
@@ -183,3 +184,23 @@ def load_for_long() -> str:
 def test_a_rank_that_is_at_work_for_too_long_is_named() -> None:
     said, _ = run_kept_ranks(load_for_long, 2)
     assert " s rank 1 failed first, in train_batch, loading data: it did not come to" in said, said
+
+
+def test_who_gives_up_closes_the_connections_by_a_rank_that_is_not_gone(monkeypatch):
+    """A receive from a rank that is gone fails at once, and closes nothing: rank 0 of four waited twice its limit."""
+    tried = []
+
+    class Late:
+        def wait(self, limit):
+            tried.append("late")
+            raise RuntimeError("timed out")
+
+    def irecv(tensor, other, *, group, tag):
+        tried.append(other)
+        if other == 1:
+            raise RuntimeError("connection closed by peer")
+        return Late()
+
+    monkeypatch.setattr(sockets.dist, "irecv", irecv)
+    sockets.hang_up(object(), [1, 2, 3])
+    assert tried == [1, 2, "late", 3, "late"]

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gpp_plugin.engine.mini_batch_runner import Evaluator, _parts
+from gpp_plugin.engine.mini_batch_runner import Evaluator
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.runtime.batches import UnitBatch
-from gpp_plugin.runtime.rank_programs import evaluation_plan, match_blocks, split_evaluation
+from gpp_plugin.runtime.rank_programs import evaluation_plan, match_blocks, parts_of, split_evaluation
 from tests.plan.graphs import make_graph
 
 HELD = [{"a.w", "tied"}, {"b.w"}, {"c.w", "tied"}]
@@ -109,7 +109,7 @@ def test_a_mini_batch_of_any_size_is_run_in_up_to_three_parts(
 def test_units_are_evaluated_in_their_order_and_none_is_taken_apart() -> None:
     plan = plan_of((4, (0, 1), 1), (2, (2,), 1))  # a mini-batch of units is of whole micro-batches of 2
     units = tuple({"x": torch.full((1, 3 + n), float(n))} for n in range(5))
-    parts = _parts(plan, UnitBatch(units=units))
+    parts = parts_of(plan, UnitBatch(units=units))
     assert [part.first_sample for part, _ in parts] == [0, 4]
     assert [list(rows.units) for _, rows in parts] == [list(units[:4]), list(units[4:])]
 

@@ -261,7 +261,7 @@ class ReplicaLink:
     def hang_up(self) -> None:
         """End every wait of this replica, here and on the other ranks: this rank gives up."""
         if self.group is not None:
-            hang_up(self.group, self.ranks[self.others[0]])
+            hang_up(self.group, [self.ranks[position] for position in self.others])
 
     def _send(self, value: Tensor, readers: Sequence[int], has_failed: bool) -> None:
         size = value.nbytes

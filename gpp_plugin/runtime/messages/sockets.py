@@ -17,7 +17,7 @@ import os
 import socket
 import stat
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -112,17 +112,19 @@ def close_connections() -> None:
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def hang_up(group: dist.ProcessGroup, other: int) -> None:
+def hang_up(group: dist.ProcessGroup, others: Iterable[int]) -> None:
     """End every wait for a message in a group of gloo's, here and on the other ranks: this rank gives up.
 
     Args:
-        other: a rank of the group.
+        others: the other ranks of the group.
     """
     # gloo closes the connections of a group in which a receive is late, and nothing else does while one is waited for.
+    # One of a rank that is gone is not late, it fails: then the next one, of a rank that may be stopped.
     nothing = torch.empty(1, dtype=torch.uint8)
-    with contextlib.suppress(RuntimeError):
-        work = dist.irecv(nothing, other, group=group, tag=_HANG_UP_TAG)
-        work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
+    for other in others:
+        with contextlib.suppress(RuntimeError):
+            work = dist.irecv(nothing, other, group=group, tag=_HANG_UP_TAG)
+            work.wait(datetime.timedelta(milliseconds=1))  # type: ignore[union-attr]
 
 
 def _descriptors() -> set[int]:

@@ -11,6 +11,7 @@ import pytest
 from gpp_benchmarks._oracle import random_dag, random_request
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan import auto
+from gpp_plugin.plan.baselines.chain_costs import block_orders
 from gpp_plugin.plan.choose_schedule import GAIN, schedule_plan
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.refine import MOVES
@@ -111,23 +112,27 @@ def test_k_hides_slow_links_and_stays_within_what_is_allowed() -> None:
 
 
 @pytest.mark.parametrize(("budget", "is_searched"), [(300, True), (300_000, False)])
-def test_one_size_is_searched_where_the_budget_was_used_up(monkeypatch, budget, is_searched):
+def test_one_size_and_the_model_in_a_line_are_searched_where_the_budget_was_used_up(
+    monkeypatch, budget, is_searched
+):
     graph = branches(3, 4)
     times = {block.name: 40.0 + 17.0 * (i % 5) for i, block in enumerate(graph.blocks)}
     request = make_request(graph, make_profile(graph, times), num_ranks=4, mini_batch=32)
-    sizes = []
+    searched = []
     search = auto.search_stages
 
     def watched(asked, *args, **options):
-        sizes.append(asked.micro_batch_sizes)
+        searched.append((asked.micro_batch_sizes, asked.graph))
         return search(asked, *args, **options)
 
     monkeypatch.setattr(auto, "search_stages", watched)
     monkeypatch.setattr(auto, "BUDGET", budget)
     plan = make_plan("auto", request)
-    assert plan.iteration_us > 0 and sizes[0] is None
-    assert [size for size in sizes if size is not None] == (sizes[1:] if is_searched else [])
-    assert (len(sizes) > 1) == is_searched
+    assert plan.iteration_us > 0 and searched[0] == (None, request.graph)
+    assert any(size is not None for size, _ in searched) == is_searched
+    in_line = [graph for _, graph in searched if graph is not request.graph]
+    assert len(in_line) == (len(block_orders(graph)) if is_searched else 0)
+    assert all(each.dependencies().number_of_edges() == len(graph.blocks) - 1 for each in in_line)
 
 
 @pytest.mark.parametrize("seed", [0, 2])

@@ -35,8 +35,8 @@ NUM_EVALUATED, NUM_SCHEDULED = 5, 5
 """Candidates that are simulated, and of all these, how many are compared under the schedule they will get."""
 NUM_SIMPLER = 2
 """Candidates of fewer stages that are compared with these, where simpler plans win within a band."""
-NUM_SIZES, NUM_ONE_SIZE = 2, 2
-"""Micro-batch sizes that are searched alone, and the candidates of each that are simulated."""
+NUM_SIZES, NUM_ALONE = 2, 2
+"""Micro-batch sizes that are searched alone, and the candidates of each search alone that are simulated."""
 BASELINES = ("uniform", "pipedream", "autopipe")
 SLOW_BASELINES = ("piper", "dapple")
 """Planners whose plans are compared and refined as well; the slow ones on small problems only."""
@@ -155,8 +155,7 @@ def _with_one_size(
     A search over all sizes shares its budget among them. Where that was used up, one with one size gets further, and
     may end quicker.
     """
-    is_small = len(request.graph.blocks) * request.num_ranks <= MAX_BASELINE_SIZE
-    if request.micro_batch_sizes is not None or not is_small or not trees.report.has_left_out(MOVES):
+    if request.micro_batch_sizes is not None or not _is_worth_more(request, trees):
         return []
     best: dict[int, float] = {}
     for found in candidates:
@@ -164,12 +163,7 @@ def _with_one_size(
             best[found.wish] = min(best.get(found.wish, found.score[1]), found.score[1])
     more: list[Candidate] = []
     for size in sorted(best, key=lambda size: best[size])[:NUM_SIZES]:
-        changed = dataclasses.replace(request, micro_batch_sizes={"*": size})
-        rules = batch_rules(changed)
-        found_alone = search_stages(
-            changed, costs, rules, trees, budget=BUDGET, num_refined=NUM_REFINED, is_thorough=True
-        )
-        more += _best(found_alone)[:NUM_ONE_SIZE]
+        more += _best_alone(dataclasses.replace(request, micro_batch_sizes={"*": size}), costs, trees)
     return more
 
 
@@ -179,24 +173,35 @@ def _of_chains(request: PlanRequest, trees: SearchTrees, refiner: Refiner) -> li
     A chain's stages are a plan of the graph. On slow links, where many branches end in one stage, a search of them gets
     to plans that moves from those of the graph do not reach: CANDLE-Uno on 16 devices 103 ms for 145.
     """
-    is_small = len(request.graph.blocks) * request.num_ranks <= MAX_BASELINE_SIZE
-    if trees.is_chain or not is_small or not trees.report.has_left_out(MOVES):
+    if trees.is_chain or not _is_worth_more(request, trees):
         return []
     found: list[Candidate] = []
     for order in block_orders(request.graph):
         own = in_order(request, order)
         costs = CostModel(own.graph, own.profile, own.cluster, zero_stage=own.zero_stage)
-        alone = search_stages(
-            own,
-            costs,
-            batch_rules(own),
-            SearchTrees(own.graph, costs, trees.report),
-            budget=BUDGET,
-            num_refined=NUM_REFINED,
-            is_thorough=True,
-        )
-        found += [refiner.from_drafts(each.drafts, each.wish) for each in _best(alone)[:NUM_ONE_SIZE]]
+        alone = _best_alone(own, costs, SearchTrees(own.graph, costs, trees.report))
+        found += [refiner.from_drafts(each.drafts, each.wish) for each in alone]
     return found
+
+
+def _is_worth_more(request: PlanRequest, trees: SearchTrees) -> bool:
+    """Return whether a search used its budget up, on a problem where one of less gets far."""
+    is_small = len(request.graph.blocks) * request.num_ranks <= MAX_BASELINE_SIZE
+    return is_small and trees.report.has_left_out(MOVES)
+
+
+def _best_alone(request: PlanRequest, costs: CostModel, trees: SearchTrees) -> list[Candidate]:
+    """Return the best candidates of a search with a budget of its own."""
+    found = search_stages(
+        request,
+        costs,
+        batch_rules(request),
+        trees,
+        budget=BUDGET,
+        num_refined=NUM_REFINED,
+        is_thorough=True,
+    )
+    return _best(found)[:NUM_ALONE]
 
 
 def _note_rejected(baselines: Mapping[str, Candidate], plan: PipelinePlan, report: SearchReport) -> None:

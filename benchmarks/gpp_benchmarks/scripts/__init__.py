@@ -6,7 +6,7 @@ The scripts are the user's own copy of them: of the release of transformers that
 here: a small model with random weights, a tokenizer, sixty samples of unlike lengths, metrics as local modules. Nothing
 is downloaded. A script is run three times, with its defaults (augmentation, padding, shuffling, accumulation):
 
-    plain     as it is, in one process, with as many steps of accumulation as all ranks have together
+    plain     as it is, in one process that accumulates what all ranks do together
     changed   with `GraphPipelineTrainer` in place of Trainer, and --deepspeed, under torchrun
     resumed   the same from its checkpoint in the middle
 
@@ -36,6 +36,7 @@ from gpp_plugin.errors import ConfigError, nearest
 from gpp_plugin.relative_errors import loss_difference
 
 TRAINERS = {"Trainer": "GraphPipelineTrainer", "Seq2SeqTrainer": "GraphPipelineSeq2SeqTrainer"}
+APART = ("loss_apart", "norm_apart", "evaluation_apart")
 MOST_APART = 1e-5
 YES, NO, REFUSED, NOT_THERE = "yes", "no", "refused", "not in this folder"
 TABLE = (
@@ -170,28 +171,17 @@ def _try_script(script: Path, here: Path, arguments: str, args: argparse.Namespa
     block = {"graph_pipeline": {"stages": args.ranks}, "zero_optimization": {"stage": args.zero}}
     (here / "config.json").write_text(json.dumps(block), encoding="utf-8")
     common = f"--max_steps {args.steps} --save_steps {args.steps // 2} {USUAL} {arguments}".split()
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(args.ranks),
-    ]
-    here_of = {name: f"{name}/{script.name}" for name in ("plain", "changed")}
-    ranked = [*launcher, here_of["changed"], *common, "--deepspeed", "config.json"]
-    ranked += ["--gradient_accumulation_steps", str(ACCUMULATION)]
+    launcher = (
+        f"-m torch.distributed.run --standalone --nproc_per_node {args.ranks} changed/{script.name}".split()
+    )
+    ranked = [*launcher, *common, "--deepspeed", "config.json"]
+    accumulation = "--gradient_accumulation_steps"
     runs = {
-        "plain": [
-            sys.executable,
-            here_of["plain"],
-            *common,
-            "--gradient_accumulation_steps",
-            str(ACCUMULATION * args.ranks),
-        ],
-        "changed": ranked,
-        "resumed": [*ranked, "--resume_from_checkpoint", f"changed_out/checkpoint-{args.steps // 2}"],
+        "plain": [f"plain/{script.name}", *common, accumulation, str(ACCUMULATION * args.ranks)],
+        "changed": [*ranked, accumulation, str(ACCUMULATION)],
     }
+    checkpoint = f"changed_out/checkpoint-{args.steps // 2}"
+    runs["resumed"] = [*runs["changed"], "--resume_from_checkpoint", checkpoint]
     row: dict[str, Any] = {"lines_changed": changed, "verdict": NO}
     told = {}
     for name, command in runs.items():
@@ -208,7 +198,7 @@ def _try_script(script: Path, here: Path, arguments: str, args: argparse.Namespa
         row |= _apart(told["plain"], told["changed"])
     second_half = slice(args.steps // 2, None)
     row["resumed"] = told["resumed"][0][second_half] == told["changed"][0][second_half]
-    apart = [row[key] for key in ("loss_apart", "norm_apart", "evaluation_apart") if row.get(key) is not None]
+    apart = [row[key] for key in APART if row.get(key) is not None]
     return row | {"verdict": YES if row["resumed"] and all(each <= MOST_APART for each in apart) else NO}
 
 
@@ -231,12 +221,8 @@ def _read(folder: Path) -> Told:
 def _apart(plain: Told, changed: Told) -> dict[str, Any]:
     (steps, metrics), (other, found) = plain, changed
     if len(steps) != len(other) or set(metrics) != set(found):
-        return {
-            "line": f"{len(other)} steps and metrics {sorted(found)} for {len(steps)} and {sorted(metrics)}",
-            "loss_apart": float("inf"),
-            "norm_apart": float("inf"),
-            "evaluation_apart": float("inf"),
-        }
+        line = f"{len(other)} steps and metrics {sorted(found)} for {len(steps)} and {sorted(metrics)}"
+        return {**dict.fromkeys(APART, float("inf")), "line": line}
     return {
         "loss_apart": loss_difference([loss for loss, _ in other], [loss for loss, _ in steps]),
         "norm_apart": loss_difference([norm for _, norm in other], [norm for _, norm in steps]),
@@ -245,11 +231,11 @@ def _apart(plain: Told, changed: Told) -> dict[str, Any]:
 
 
 def _run(command: Sequence[str], here: Path, output: str, *, timeout_s: float) -> tuple[int, str]:
-    """Run a command in a folder until it ends, or its time is over; return its exit code and its last error line."""
+    """Run Python in a folder until it ends, or its time is over; return its exit code and its last error line."""
     environment = os.environ | OFFLINE | {"HF_HOME": str(here / "cache"), "PYTHONPATH": _path(here)}
     with open(here / f"{output}.log", "w+", encoding="utf-8", errors="replace") as log:
         process = subprocess.Popen(
-            [*command, "--output_dir", output],
+            [sys.executable, *command, "--output_dir", output],
             cwd=here,
             env=environment,
             stdout=log,

@@ -68,9 +68,14 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 for own in group:
                     rows.append(_row(own, seen[0][own.name], seen[1][own.name]))
                     print(_line(rows[-1]), flush=True)
-    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("same", "refused", "differs")}
+    counts = {
+        verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("same", "refused", "differs")
+    }
     wrong = [row["name"] for row in rows if not row["ok"]]
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()) + f", {len(wrong)} not as documented")
+    print(
+        ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        + f", {len(wrong)} not as documented"
+    )
     return {"rows": rows, "counts": counts, "wrong": wrong, "ok": not wrong, "exit": int(bool(wrong))}
 
 
@@ -79,7 +84,14 @@ def _is_asked(own: Scenario, only: Sequence[str] | None) -> bool:
 
 
 def _facts(own: Scenario) -> dict[str, Any]:
-    return {"peer": own.peer, "of": own.of, "name": own.name, "what": own.what, "here": own.here, "why": own.why}
+    return {
+        "peer": own.peer,
+        "of": own.of,
+        "name": own.name,
+        "what": own.what,
+        "here": own.here,
+        "why": own.why,
+    }
 
 
 def _row(own: Scenario, peer: Seen, here: Seen) -> dict[str, Any]:

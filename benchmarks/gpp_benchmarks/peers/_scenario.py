@@ -74,7 +74,7 @@ def scenario(
     return add
 
 
-def shown_elsewhere(of: str, what: str, *, here: str, why: str, test: str) -> None:
+def shown_elsewhere(of: str, what: str, *, here: str, test: str, why: str = "") -> None:
     """Put into the list what only a test of ours shows."""
     SCENARIOS.append(
         Scenario(
@@ -173,7 +173,7 @@ def _compare(
     if has_raised[1]:
         refusals.append(f"{here[RAISED]}: {here['line']}")
     elif has_raised[0]:
-        others.append(f"{path + ': ' if path else ''}DeepSpeed raises {peer[RAISED]}".strip())
+        others.append(f"{path or 'all'}: the peer raises {peer[RAISED]}")
     elif isinstance(peer, Mapping) and isinstance(here, Mapping):
         for key in sorted({*peer, *here}, key=str):
             inner = f"{path}.{key}".lstrip(".")

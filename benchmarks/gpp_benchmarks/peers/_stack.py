@@ -94,7 +94,9 @@ def start(
 
     import gpp_plugin
 
-    config = {key: value for key, value in {**copy.deepcopy(CONFIG), **(changes or {})}.items() if value is not None}
+    config = {
+        key: value for key, value in {**copy.deepcopy(CONFIG), **(changes or {})}.items() if value is not None
+    }
     own = list(layers) if layers is not None else stack()
     if side.is_peer:
         from deepspeed.pipe import PipelineModule

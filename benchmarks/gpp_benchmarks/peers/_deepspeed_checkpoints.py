@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,11 @@ def _anew(side: Side, changes: dict[str, Any] | None = None, **more: Any) -> Any
     return start(side, changes, layers=stack(seed=7), **more)
 
 
+def _tag(side: Side, path: str) -> str:
+    """Return the tag in what `load_checkpoint` returns: the peer's is a file."""
+    return (Path(path).parent if side.is_peer else Path(path)).name
+
+
 @scenario("checkpoint", "weights, optimizer, schedule and counters return")
 def returns(side: Side) -> Seen:
     first = _saved(side, {"scheduler": RATES})
@@ -43,7 +49,7 @@ def returns(side: Side) -> Seen:
     return {
         "further": further,
         "again": again,
-        "tag": Path(path).name,
+        "tag": _tag(side, path),
         "steps": [second.global_steps, second.global_samples],
         "rate": float(second.get_lr()[0]),
     }
@@ -74,7 +80,7 @@ def no_name(side: Side) -> Seen:
         side.own.mkdir()
     dist.barrier()
     with contextlib.chdir(side.own):
-        raised = [raised_by(lambda name=name: engine.save_checkpoint(name)) for name in ("", None)]
+        raised = [raised_by(functools.partial(engine.save_checkpoint, name)) for name in ("", None)]
     return {"types": [one.get("raised", "") for one in raised], "files": os.listdir(side.own)}
 
 
@@ -83,7 +89,7 @@ def own_tag(side: Side) -> Seen:
     engine = _saved(side, tag="mine")
     latest = (side.own / "latest").read_text().strip()
     path, _ = _anew(side).load_checkpoint(str(side.own))
-    return {"latest": latest, "found": Path(path).name, "steps": engine.global_steps}
+    return {"latest": latest, "found": _tag(side, path), "steps": engine.global_steps}
 
 
 @scenario("checkpoint", "an older checkpoint by its tag; `save_latest=False` leaves `latest`")
@@ -99,14 +105,25 @@ def older(side: Side) -> Seen:
     for tag in ("global_step2", "global_step3", None):
         other = _anew(side)
         path, _ = other.load_checkpoint(str(side.own), tag=tag)
-        seen[str(tag)] = {"steps": other.global_steps, "tag": Path(path).name, "weights": weights(other)}
+        seen[str(tag)] = {"steps": other.global_steps, "tag": _tag(side, path), "weights": weights(other)}
     return seen
 
 
-@scenario("checkpoint", "a tag that is not there", here=REFUSED, why="always an error; DeepSpeed warns")
+@scenario("checkpoint", "a tag that is not there is an error")
 def absent_tag(side: Side) -> Seen:
     engine = _saved(side)
-    return {"found": list(engine.load_checkpoint(str(side.own), tag="absent"))}
+    return {"load": raised_by(lambda: engine.load_checkpoint(str(side.own), tag="absent"))}
+
+
+@scenario(
+    "checkpoint",
+    "the path that `load_checkpoint` returns",
+    here=DIFFERS,
+    why="the checkpoint's directory; DeepSpeed's is one of its files",
+)
+def loaded_path(side: Side) -> Seen:
+    engine = _saved(side)
+    return {"is directory": Path(engine.load_checkpoint(str(side.own))[0]).is_dir()}
 
 
 @scenario("checkpoint", "numbers, texts and tensors as `client_state`")
@@ -181,15 +198,26 @@ def module_only(side: Side) -> Seen:
     return {"weights": weights(other), "losses": trained(other, pairs(4))}
 
 
-@scenario("checkpoint", "`load_optimizer_states=False`, `load_lr_scheduler_states=False`")
-def without_states(side: Side) -> Seen:
+def _without(side: Side, states: str) -> Seen:
     _saved(side, {"scheduler": RATES})
-    seen: Seen = {}
-    for name in ("load_optimizer_states", "load_lr_scheduler_states"):
-        other = _anew(side, {"scheduler": RATES})
-        other.load_checkpoint(str(side.own), **{name: False})
-        seen[name] = {"rate": float(other.get_lr()[0]), "losses": trained(other, pairs(4))}
-    return seen
+    other = _anew(side, {"scheduler": RATES})
+    other.load_checkpoint(str(side.own), **{states: False})
+    return {"rate": float(other.get_lr()[0]), "losses": trained(other, pairs(4))}
+
+
+@scenario("checkpoint", "`load_lr_scheduler_states=False`")
+def without_schedule(side: Side) -> Seen:
+    return _without(side, "load_lr_scheduler_states")
+
+
+@scenario(
+    "checkpoint",
+    "`load_optimizer_states=False`",
+    here=DIFFERS,
+    why="the schedule's rate holds at once; DeepSpeed's next step has the first rate",
+)
+def without_optimizer(side: Side) -> Seen:
+    return _without(side, "load_optimizer_states")
 
 
 @scenario(
@@ -257,7 +285,7 @@ shown_elsewhere(
 
 
 def _converted(side: Side, model: nn.Module) -> Path:
-    """Return the checkpoint of the peer's side as one of the model's names, by two calls of `gpp convert`; collective."""
+    """Return the peer's checkpoint under the model's names, by two calls of `gpp convert`; collective."""
     from gpp_plugin.cli import main
 
     stock, like, names = side.folder / "peer", side.folder / "like.pt", side.folder / "names.json"
@@ -274,7 +302,7 @@ def _converted(side: Side, model: nn.Module) -> Path:
 def _goes_on(
     side: Side, layers: list[Any], model: nn.Module, batches: Any, config: dict[str, Any], loss: Any
 ) -> Seen:
-    """Return the losses of five steps behind three of stock DeepSpeed: its own, and those of its checkpoint converted."""
+    """Return the losses of five steps behind three of stock DeepSpeed: its own, or of its checkpoint converted."""
     import deepspeed
 
     import gpp_plugin

@@ -4,7 +4,7 @@ Checkpoints of DeepSpeed's `PipelineModule` are read, too. Their names are numbe
 `WholeState.renamed` turn into a model's.
 
     gpp          <dir>/<tag>/            this package's, of any plan
-    torch        one file                {"module", "optimizer", "lr_scheduler", "step", "samples"}: state dicts, counters
+    torch        one file                {"module", "optimizer", "lr_scheduler", "step", "samples"}
     universal    a directory             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, module.pt
     pipeline     <dir>/<tag>/            layer_00-model_states.pt ..., mp_rank_00_model_states.pt ...; read alone
 
@@ -655,7 +655,9 @@ def _read_universal(directory: Path) -> WholeState:
         samples=int(
             data.get("samples") or max((int(rank.get("global_samples") or 0) for rank in ranks), default=0)
         ),
-        schedule=next((told.get("lr_scheduler") for told in (data, *ranks) if told.get("lr_scheduler")), None),
+        schedule=next(
+            (told.get("lr_scheduler") for told in (data, *ranks) if told.get("lr_scheduler")), None
+        ),
     )
 
 

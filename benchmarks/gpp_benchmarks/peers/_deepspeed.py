@@ -197,12 +197,7 @@ def own_loader(side: Side) -> Seen:
     return {"losses": [float(engine.train_batch()) for _ in range(2)], "weights": weights(engine)}
 
 
-@scenario(
-    "pipe",
-    "a dataset of tuples that `set_batch_fn` puts in order",
-    here=REFUSED,
-    why="give `GraphPipelineModule(model, sample_batch={...})`, then it is the same",
-)
+@scenario("pipe", "a dataset of tuples that `set_batch_fn` puts in order")
 def batch_fn(side: Side) -> Seen:
     x, y = pair(5, size=2 * MICRO)
     data = [(0, label, row) for row, label in zip(x, y, strict=True)]

@@ -422,6 +422,10 @@ def engine_config(
     if counts_tokens:
         block.setdefault("loss_mean", "tokens")
     own = _without_auto({key: value for key, value in config.items() if key != BLOCK})
+    if "optimizer" not in own and (own.get("zero_optimization") or {}).get("offload_optimizer"):
+        own["zero_force_ds_cpu_optimizer"] = (
+            False  # the optimizer is Trainer's: torch's steps on a CPU as well
+        )
     return {**own, BLOCK: block}  # in the block "auto" is a value like others
 
 

@@ -163,6 +163,43 @@ def test_data_that_draw_are_those_of_one_process_whatever_the_model_draws(
         assert resumed["held out"][-7:] == straight["held out"][-7:]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
+    streams: bool, tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    def drawn(trainer_class: Any, count: int) -> tuple[list[float], float]:
+        rows = jobs.Augmented(21)  # two mini-batches of 8, two batches and a half of no mini-batch
+
+        def collate(samples: list[Any]) -> Any:
+            rows.seen.append(len(samples) + float(torch.rand(())))
+            return jobs.stack(samples)
+
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            use_cpu=True,
+            max_steps=2,
+            remove_unused_columns=False,
+        )
+        trainer = trainer_class(
+            torch.nn.Linear(1, 1),
+            args,
+            train_dataset=jobs.AugmentedStream(rows) if streams else rows,
+            data_collator=collate,
+        )
+        set_seed(3)
+        batches = iter(trainer.get_train_dataloader())
+        for _ in range(count):
+            next(batches)
+        return rows.seen, float(torch.rand(()))
+
+    for count in (8, *([10] if streams else [])):  # a stream is read to its end
+        assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
+
+
 @pytest.mark.parametrize(
     ("name", "outputs"),
     [

@@ -248,7 +248,14 @@ class GraphPipelineTrainer(Trainer):
         if is_training:
             check_length(dataset, args)
             step = args.gradient_accumulation_steps
-            whole = WholeSteps(sampler, batch_size, step=step)
+
+            def read(indices: list[int]) -> None:
+                several = getattr(dataset, "__getitems__", None)
+                collate(several(indices) if several else [dataset[index] for index in indices])
+
+            whole = WholeSteps(
+                sampler, batch_size, step=step, read=None if args.dataloader_num_workers else read
+            )
             seeds = functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
             loader = DataLoader(
                 dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=seeds, **options

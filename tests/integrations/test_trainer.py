@@ -200,6 +200,32 @@ def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
         assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
 
 
+def test_a_short_last_batch_is_cut_where_seq2seq_trainer_cuts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+    from gpp_plugin import GraphPipelineSeq2SeqTrainer
+    from gpp_plugin.integrations.trainer import trainer as trainer_module
+
+    found = []
+
+    def loop(self: Any, *passed: Any, **named: Any) -> Any:
+        found.append(self.gather_function(torch.arange(2)).tolist())
+        self.gather_function = self.accelerator.gather_for_metrics  # as Trainer's own does behind it
+        return SimpleNamespace(metrics={}, num_samples=1)
+
+    monkeypatch.setattr(Trainer, "evaluation_loop", loop)
+    monkeypatch.setattr(trainer_module, "remaining", lambda state: 1)
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = GraphPipelineSeq2SeqTrainer(torch.nn.Linear(1, 1), args, eval_dataset=[{"x": 1}])
+    trainer._engine = SimpleNamespace()
+    trainer.evaluation_loop([])  # as the trainers of HuggingFace's question answering call it
+    Seq2SeqTrainer.evaluate(trainer)
+    trainer.evaluation_loop([])
+    assert found == [[0], [0, 1], [0]]
+
+
 @pytest.mark.parametrize(
     ("name", "outputs"),
     [

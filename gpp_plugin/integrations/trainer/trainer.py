@@ -123,6 +123,7 @@ class GraphPipelineTrainer(Trainer):
         self._engine: Any = None
         self._units: int | None = None
         self._has_trained = self._has_schedule = False
+        self._cuts_last = True
         self._buffered: list[Any] = []
         self._random_states: HostStreams | None = None
         self._whole_steps: WholeSteps | None = None
@@ -469,6 +470,8 @@ class GraphPipelineTrainer(Trainer):
                 loader = self.get_train_dataloader()
                 max_steps = self.set_initial_training_values(self.args, loader)[-1]
             self._make_engine(loader, max_steps)
+        # Seq2SeqTrainer gathers all of its own evaluations, so that its mean loss counts a short last batch as whole
+        self._cuts_last = self.gather_function != self.accelerator.gather
         self.gather_function = self._as_one_process
         given = inspect.signature(Trainer.evaluation_loop).bind(self, dataloader, *passed, **more).arguments
         loss_only, ignore_keys = given.get("prediction_loss_only"), given.get("ignore_keys")
@@ -495,6 +498,8 @@ class GraphPipelineTrainer(Trainer):
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:
         """Return what one process would gather: every rank has all of it, and of the last batch as much as there is."""
+        if not self._cuts_last:
+            return tensors
         left = remaining(self.accelerator.gradient_state) if self._ahead is None else self._ahead.left
         return cut(tensors, left) if left > 0 else tensors
 
@@ -609,10 +614,6 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
     def _evaluates_ahead(self, loss_only: bool) -> bool:
         generates = self.args.predict_with_generate and not loss_only
         return not generates and super()._evaluates_ahead(loss_only)
-
-    def _as_one_process(self, tensors: Any, **_: Any) -> Any:
-        """Return all: Seq2SeqTrainer cuts nothing, so that its mean loss counts a short last batch as a whole one."""
-        return tensors
 
     def prediction_step(
         self,

@@ -200,6 +200,12 @@ def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
         assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
 
 
+def test_a_dataset_that_differs_between_ranks_is_refused_in_the_constructor(tmp_path: Path) -> None:
+    for unseeded, seeded in run_kept_ranks(jobs.own_generators_on_ranks, 2, str(tmp_path), [None, 5]):
+        assert "ranks read 2 different first samples" in unseeded and "a seed" in unseeded
+        assert not seeded
+
+
 def test_a_short_last_batch_is_cut_where_seq2seq_trainer_cuts_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

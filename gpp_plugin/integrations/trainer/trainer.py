@@ -56,6 +56,7 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_arguments,
     check_known_ranks,
     check_length,
+    check_same_samples,
     cut,
     engine_config,
     mini_batch_of,
@@ -136,6 +137,9 @@ class GraphPipelineTrainer(Trainer):
         self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
         if type(self).compute_loss is not Trainer.compute_loss:
             self._arguments_of = self._try_own_loss()
+        if self._num_ranks > 1 and self.train_dataset is not None:
+            with restored_host_streams():
+                check_same_samples(self.get_train_dataloader(), self._num_ranks)
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)

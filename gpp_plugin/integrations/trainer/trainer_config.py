@@ -26,8 +26,14 @@ from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
+from gpp_plugin.engine.loading.rank_shard import (
+    as_it_is,
+    first_items,
+    sample_from_dataset,
+    stream_state,
+)
 from gpp_plugin.errors import ConfigError
+from gpp_plugin.runtime.batches import batch_checksum
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
     described_streams,
@@ -541,6 +547,32 @@ def check_length(dataset: Any, args: Any) -> None:
             f"train_dataset has {len(dataset)} samples, fewer than a mini-batch of {mini_batch_of(args)} "
             f"(per_device_train_batch_size {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
             "batches); lower them"
+        )
+
+
+def check_same_samples(loader: Any, num_ranks: int) -> None:
+    """Refuse a dataset of which ranks read different first samples; collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    checksum = None
+    try:
+        with restored_host_streams():
+            checksum = batch_checksum(
+                sample_from_dataset(loader.dataset, num_samples=1, collate_fn=loader.collate_fn)
+            )
+    except Exception:  # whatever it is, the other ranks wait; training reports it
+        logger.debug("the first sample of train_dataset cannot be read alone", exc_info=True)
+    if num_ranks < 2 or not dist.is_initialized():
+        return
+    found: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, checksum)
+    if len(set(found) - {None}) > 1:
+        raise ConfigError(
+            f"train_dataset: ranks read {len(set(found))} different first samples; it was split without a seed, or "
+            "transforms draw from a generator that set_seed does not reach: give train_test_split, "
+            "albumentations.Compose and the like a seed"
         )
 
 

@@ -200,6 +200,20 @@ def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
         assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
 
 
+def test_masks_that_numpy_draws_in_a_forward_are_refused_in_the_constructor(tmp_path: Path) -> None:
+    from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small |= {"conv_dim": [4], "conv_stride": [4], "conv_kernel": [4], "num_feat_extract_layers": 1}
+    small |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 1, "vocab_size": 8}
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**small, mask_time_prob=0.0, mask_feature_prob=0.25))
+    with pytest.raises(ConfigError, match=r"mask_feature_prob 0.25.*apply_spec_augment = False"):
+        GraphPipelineTrainer(model, args)
+    model.config.apply_spec_augment = False
+    GraphPipelineTrainer(model, args)
+
+
 def test_a_dataset_that_differs_between_ranks_is_refused_in_the_constructor(tmp_path: Path) -> None:
     for unseeded, seeded in run_kept_ranks(jobs.own_generators_on_ranks, 2, str(tmp_path), [None, 5]):
         assert "ranks read 2 different first samples" in unseeded and "a seed" in unseeded

@@ -46,7 +46,7 @@ class Metric(evaluate.Metric):
         mean = sum(hits) / len(hits)
         return {result}
 """
-DROPOUT = ("dropout", "pdrop", "drop_path", "layerdrop")
+DROPOUT = ("dropout", "pdrop", "drop_path", "layerdrop", "mask_time_prob", "mask_feature_prob")
 """In the names of a configuration's fields: what a model draws in training."""
 NLTK = """def sent_tokenize(text):
     return text.split(". ")
@@ -249,24 +249,20 @@ def _captions(here: Path, draw: random.Random) -> None:
 
 def _segments(here: Path, draw: random.Random) -> None:
     """Write images with a class a pixel, and the names of the classes where a download would be."""
-    import datasets
     import numpy as np
     from PIL import Image
 
     numbers = np.random.default_rng(draw.randrange(2**31))
-    (here / "segments").mkdir()
-    features = datasets.Features({"image": datasets.Image(), "annotation": datasets.Image()})
     for split, count in SPLITS:
-        columns: dict[str, list[Any]] = {"image": [], "annotation": []}
-        for _ in range(count):
-            height, width = draw.randint(34, 47), draw.randint(34, 47)
-            pixels = numbers.integers(0, 255, (height, width, 3), dtype=np.uint8)
-            columns["image"].append(Image.fromarray(pixels))
+        (folder := here / "segments" / split).mkdir(parents=True)
+        rows = []
+        for number in range(count):
+            pixels = numbers.integers(0, 255, (draw.randint(34, 47), draw.randint(34, 47), 3), dtype=np.uint8)
             classes = np.where(pixels[..., 0] > 160, 2, pixels[..., 1] // 128).astype(np.uint8)
-            columns["annotation"].append(Image.fromarray(classes))
-        datasets.Dataset.from_dict(columns, features=features).to_parquet(
-            here / "segments" / f"{split}.parquet"
-        )
+            rows.append({"image_file_name": f"{number}.png", "annotation_file_name": f"{number}_classes.png"})
+            Image.fromarray(pixels).save(folder / rows[-1]["image_file_name"])
+            Image.fromarray(classes).save(folder / rows[-1]["annotation_file_name"])
+        (folder / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
     names = {"0": "sky", "1": "lake", "2": "boat"}
     (_in_cache(here, "datasets", "segments") / "id2label.json").write_text(
         json.dumps(names), encoding="utf-8"

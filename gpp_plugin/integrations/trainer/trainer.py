@@ -56,6 +56,7 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_arguments,
     check_known_ranks,
     check_length,
+    check_model,
     check_same_samples,
     cut,
     engine_config,
@@ -155,6 +156,7 @@ class GraphPipelineTrainer(Trainer):
                 f"{type(self).__name__}.create_optimizer_and_scheduler would not be called: stages own optimizer and "
                 "schedule; give others by create_optimizer and create_scheduler"
             )
+        check_model(model)
         config = engine_config(
             self._user_config,
             own,

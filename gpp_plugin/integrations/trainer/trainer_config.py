@@ -500,6 +500,24 @@ def check_arguments(args: Any) -> None:
         )
 
 
+def check_model(model: Any) -> None:
+    """Refuse a model whose forward draws masks from numpy, which a capture would keep as they are.
+
+    Raises:
+        ConfigError: names the field of its configuration.
+    """
+    config = getattr(model, "config", None)
+    if not getattr(config, "apply_spec_augment", False) or "PreTraining" in type(model).__name__:
+        return  # a pre-training's batches have their masks
+    for name in ("mask_time_prob", "mask_feature_prob"):
+        if (value := getattr(config, name, 0) or 0) > 0:
+            raise ConfigError(
+                f"{type(model).__name__}: SpecAugment ({name} {value:g}) draws masks from numpy in each forward, and "
+                "a captured graph would keep those of the first; set model.config.apply_spec_augment = False, and "
+                "mask in the dataset"
+            )
+
+
 def one_process_arguments(args: Any, num_ranks: int) -> Any:
     """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
     kind = type(args)

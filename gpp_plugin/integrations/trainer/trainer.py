@@ -33,13 +33,14 @@ from transformers.trainer_utils import seed_worker
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
-from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
+from gpp_plugin.engine.loading.rank_shard import check_same_samples, sample_from_dataset
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.model_inputs import (
     add_noise,
     arguments_of_own_loss,
+    check_model,
     divides_by_items,
     multiply_loss,
     return_loss_of,
@@ -56,8 +57,6 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_arguments,
     check_known_ranks,
     check_length,
-    check_model,
-    check_same_samples,
     cut,
     engine_config,
     mini_batch_of,
@@ -140,7 +139,7 @@ class GraphPipelineTrainer(Trainer):
             self._arguments_of = self._try_own_loss()
         if self._num_ranks > 1 and self.train_dataset is not None:
             with restored_host_streams():
-                check_same_samples(self.get_train_dataloader(), self._num_ranks)
+                check_same_samples(self.get_train_dataloader())
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
@@ -477,7 +476,8 @@ class GraphPipelineTrainer(Trainer):
                 max_steps = self.set_initial_training_values(self.args, loader)[-1]
             self._make_engine(loader, max_steps)
         # Seq2SeqTrainer gathers all of its own evaluations, so that its mean loss counts a short last batch as whole
-        self._cuts_last = self.gather_function != self.accelerator.gather
+        gather: Any = vars(self)["gather_function"]
+        self._cuts_last = gather != self.accelerator.gather
         self.gather_function = self._as_one_process
         given = inspect.signature(Trainer.evaluation_loop).bind(self, dataloader, *passed, **more).arguments
         loss_only, ignore_keys = given.get("prediction_loss_only"), given.get("ignore_keys")

@@ -26,14 +26,8 @@ from transformers.training_args import ParallelMode
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
-from gpp_plugin.engine.loading.rank_shard import (
-    as_it_is,
-    first_items,
-    sample_from_dataset,
-    stream_state,
-)
+from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.runtime.batches import batch_checksum
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
     described_streams,
@@ -500,24 +494,6 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def check_model(model: Any) -> None:
-    """Refuse a model whose forward draws masks from numpy, which a capture would keep as they are.
-
-    Raises:
-        ConfigError: names the field of its configuration.
-    """
-    config = getattr(model, "config", None)
-    if not getattr(config, "apply_spec_augment", False) or "PreTraining" in type(model).__name__:
-        return  # a pre-training's batches have their masks
-    for name in ("mask_time_prob", "mask_feature_prob"):
-        if (value := getattr(config, name, 0) or 0) > 0:
-            raise ConfigError(
-                f"{type(model).__name__}: SpecAugment ({name} {value:g}) draws masks from numpy in each forward, and "
-                "a captured graph would keep those of the first; set model.config.apply_spec_augment = False, and "
-                "mask in the dataset"
-            )
-
-
 def one_process_arguments(args: Any, num_ranks: int) -> Any:
     """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
     kind = type(args)
@@ -565,32 +541,6 @@ def check_length(dataset: Any, args: Any) -> None:
             f"train_dataset has {len(dataset)} samples, fewer than a mini-batch of {mini_batch_of(args)} "
             f"(per_device_train_batch_size {args.per_device_train_batch_size} x {args.gradient_accumulation_steps} "
             "batches); lower them"
-        )
-
-
-def check_same_samples(loader: Any, num_ranks: int) -> None:
-    """Refuse a dataset of which ranks read different first samples; collective.
-
-    Raises:
-        ConfigError: on every rank.
-    """
-    checksum = None
-    try:
-        with restored_host_streams():
-            checksum = batch_checksum(
-                sample_from_dataset(loader.dataset, num_samples=1, collate_fn=loader.collate_fn)
-            )
-    except Exception:  # whatever it is, the other ranks wait; training reports it
-        logger.debug("the first sample of train_dataset cannot be read alone", exc_info=True)
-    if num_ranks < 2 or not dist.is_initialized():
-        return
-    found: list[int | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, checksum)
-    if len(set(found) - {None}) > 1:
-        raise ConfigError(
-            f"train_dataset: ranks read {len(set(found))} different first samples; it was split without a seed, or "
-            "transforms draw from a generator that set_seed does not reach: give train_test_split, "
-            "albumentations.Compose and the like a seed"
         )
 
 

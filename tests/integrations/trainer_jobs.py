@@ -161,7 +161,8 @@ def resume(directory: str, name: str, config: dict[str, Any], streams: bool = Fa
     """
     total = UNIT * ACCUMULATION * dist.get_world_size()
     rows = data_of(name, 4 * total + total // 2)
-    answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total}  # what is read in one
+    # what is read in one: a list of the half that is left over too, as one process reads ahead
+    answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total + UNIT}
 
     def trainer_in(folder: str, **more: Any) -> Any:
         return GraphPipelineTrainer(

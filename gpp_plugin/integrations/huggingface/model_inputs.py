@@ -288,6 +288,11 @@ def _shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss
 
 
+def base_model(model: Any) -> Any:
+    """Return the model within adapters, or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 # What a model returns, and what Trainer would make of it outside of its forward.
 
 
@@ -352,7 +357,7 @@ def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: the model cannot be called with the batch.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if not getattr(model, "accepts_loss_kwargs", getattr(base, "accepts_loss_kwargs", True)):
         return False
     count = torch.ones((), requires_grad=True)
@@ -465,6 +470,21 @@ def multiply_loss(model: nn.Module, factor: int) -> None:
             return {"loss": outputs["loss"] * factor, **others}
 
         return multiplied
+
+    _replace_forward(model, make)
+
+
+def add_output(model: nn.Module, name: str, make_output: Callable[[Any, Tensor], Tensor]) -> None:
+    """Let a model return something more that is made of its outputs and labels, where it has both."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def with_more(self: Any, *args: Any, **inputs: Any) -> Any:
+            outputs, labels = forward(self, *args, **inputs), inputs.get(LABELS)
+            if labels is None or outputs.get("logits") is None:
+                return outputs
+            return {**outputs, name: make_output(outputs, labels)}
+
+        return with_more
 
     _replace_forward(model, make)
 

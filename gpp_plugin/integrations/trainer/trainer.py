@@ -21,7 +21,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -40,6 +40,7 @@ from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.model_inputs import (
     add_noise,
     arguments_of_own_loss,
+    base_model,
     divides_by_items,
     multiply_loss,
     return_loss_of,
@@ -56,6 +57,7 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_arguments,
     check_known_ranks,
     check_length,
+    check_others_losses,
     cut,
     engine_config,
     mini_batch_of,
@@ -101,6 +103,8 @@ class GraphPipelineTrainer(Trainer):
 
     optimizer: Any
     lr_scheduler: Any
+    _own_losses: ClassVar[tuple[Any, ...]] = (Trainer.compute_loss,)
+    """What computes the model's own loss, and need not be tried."""
 
     def __init__(
         self,
@@ -128,12 +132,12 @@ class GraphPipelineTrainer(Trainer):
         self._whole_steps: WholeSteps | None = None
         self._ahead: EvaluatedBatches | None = None
         self._prediction_outputs = prediction_outputs
+        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = self._entries
         # before Trainer's constructor: those of others, which call it, prepare whole datasets
         check_arguments(args)
         self._check_calls(model, own, *positional, **passed)
         super().__init__(model, own, *positional, **passed)
-        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-        if type(self).compute_loss is not Trainer.compute_loss:
+        if type(self).compute_loss not in self._own_losses:
             self._arguments_of = self._try_own_loss()
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
@@ -160,9 +164,11 @@ class GraphPipelineTrainer(Trainer):
         )
         read_config(config)
         read_deepspeed(config)
+        if self._own_losses[0] is Trainer.compute_loss:
+            check_others_losses(type(self))
         try:
-            given = inspect.signature(Trainer.__init__).bind_partial(self, model, own, *positional, **passed)
-        except TypeError:  # another constructor is before Trainer's
+            given = inspect.signature(super().__init__).bind_partial(model, own, *positional, **passed)
+        except TypeError:  # the constructor itself says so
             return
         _, schedule = given.arguments.get("optimizers") or (None, None)
         if not isinstance(config.get("scheduler"), Mapping):
@@ -177,6 +183,10 @@ class GraphPipelineTrainer(Trainer):
                     "lr_scheduler_type, or subclass create_scheduler"
                 )
         check_length(given.arguments.get("train_dataset"), own)
+
+    def _entries(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of a batch the model is called with."""
+        return dict(batch)
 
     def _try_own_loss(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         """Call a subclass's `compute_loss` once; return what makes of a batch the arguments it calls the model with.
@@ -314,11 +324,7 @@ class GraphPipelineTrainer(Trainer):
         Trainer passes the labelled tokens of a step, and then adds up the losses of its batches: a loss that is not
         divided by them is so many times as large.
         """
-        loss_of = self.compute_loss_func
-        if loss_of is None and (smoother := self.label_smoother) is not None:
-            base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            loss_of = functools.partial(smoother, **({"shift_labels": True} if shifts else {}))
+        loss_of = self._loss_function(sample)
         accepts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if loss_of is not None:
             return_loss_of(self.model, loss_of, counts=accepts)
@@ -331,6 +337,15 @@ class GraphPipelineTrainer(Trainer):
         if not divides and is_training and (self._user_config.get(BLOCK) or {}).get("loss_mean") is None:
             multiply_loss(self.model, self.args.gradient_accumulation_steps)
         return divides
+
+    def _loss_function(self, sample: Mapping[str, Any]) -> Callable[..., Tensor] | None:
+        """Return what computes the loss of a model's outputs and labels outside of its forward; None: nothing does."""
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func
+        if (smoother := self.label_smoother) is None:
+            return None
+        shifts = type(base_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return functools.partial(smoother, **({"shift_labels": True} if shifts else {}))
 
     def _units_of(self, loader: Any, sizes: Mapping[str, Any]) -> int | None:
         """Return the loss units of a step whose batches have lengths of their own; None where they are alike.

@@ -137,7 +137,7 @@ def make(trainer_class: Any, case: str, directory: str, *, ranks: int, **given: 
     return trainer_class(
         model,
         arguments(directory, ranks=ranks, **options),
-        train_dataset=dataset(kind, 44),
+        train_dataset=dataset(kind, 150 if options.get("packing") else 44),
         eval_dataset=dataset(kind, 7, seed=8),
         processing_class=processor() if kind == "images" else tokenizer(),
         **given,
@@ -165,13 +165,30 @@ def fine_tuned(trainer_class: Any, case: str, directory: str, *, ranks: int, **g
     return answer
 
 
-def fine_tune_on_ranks(cases: list[str], directory: str) -> dict[str, Any]:
+def fine_tune_on_ranks(case: str, directory: str) -> dict[str, Any]:
     from gpp_plugin import GraphPipelineSFTTrainer
 
-    ranks = dist.get_world_size()
-    return {
-        case: fine_tuned(
-            GraphPipelineSFTTrainer, case, directory, ranks=ranks, config=config_of(0, stages=2)
+    ranks, config = dist.get_world_size(), config_of(0, stages=2)
+    return fine_tuned(GraphPipelineSFTTrainer, case, directory, ranks=ranks, config=config)
+
+
+def resume_on_ranks(case: str, directory: str) -> list[Any]:
+    """Return the losses of a job that saves in its middle, and of one that continues there."""
+    from gpp_plugin import GraphPipelineSFTTrainer
+
+    answers = []
+    for resumes in (False, True):
+        trainer = make(
+            GraphPipelineSFTTrainer,
+            case,
+            directory,
+            ranks=dist.get_world_size(),
+            config=config_of(1, stages=2),
+            arguments={"save_strategy": "steps", "save_steps": 2},
         )
-        for case in cases
-    }
+        checkpoint = f"{directory}/checkpoint-2" if resumes else None
+        trainer.train(resume_from_checkpoint=checkpoint)
+        answers.append(logged(trainer))
+        trainer.engine.destroy()
+        dist.barrier()
+    return answers

@@ -132,7 +132,7 @@ class ModelSource:
         """Return a batch as the model is called with it."""
         return prepare_batch(self._model, batch)
 
-    def complete_batches(self, batches: Sequence[Batch], *, is_training: bool = True) -> list[dict[str, Any]]:
+    def complete_batches(self, batches: Sequence[Batch]) -> list[dict[str, Any]]:
         """Return the batches of a mini-batch with what the model receives about all of them: its labelled tokens.
 
         Those without labels, which an evaluation may do without, stay as they are.
@@ -140,7 +140,7 @@ class ModelSource:
         model = self._model
         if self._config.loss_mean == "units" or isinstance(model, StageGraph) or not has_labels(batches[0]):
             return [dict(batch) for batch in batches]
-        count = count_labelled(model, batches, is_training=is_training)
+        count = count_labelled(model, batches)
         return [{**batch, NUM_ITEMS: count} for batch in batches]
 
     # ---- planning ------------------------------------------------------------------------------

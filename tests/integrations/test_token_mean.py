@@ -11,7 +11,6 @@ from torch import nn
 
 from gpp_plugin.integrations.huggingface.model_inputs import count_labelled
 from tests.integrations import unit_jobs as jobs
-from tests.models import build
 from tests.ranks import run_kept_ranks
 
 TWO_BY_TWO = {"stages": 2, "data_parallel": 2}
@@ -62,15 +61,3 @@ def test_labels_that_are_targets_are_counted(loss_type: str, is_encoder_decoder:
     assert int(count_labelled(model, batches)) == expected
     shifted = [*batches, {"labels": rows[1], "shift_labels": torch.tensor([[1, 2, -100]])}]
     assert int(count_labelled(model, shifted)) == expected + 2
-
-
-def test_a_decoder_that_names_no_loss_is_evaluated_by_its_own_mean() -> None:
-    """GPT-2: Trainer counts the first label of a row in training, and passes no number in evaluation."""
-    model, make_batch = build("gpt2")
-    batch = {**make_batch(3), "labels": make_batch(3)["input_ids"]}
-    whole = batch["labels"].numel()
-    counts = [int(count_labelled(model, [batch], is_training=flag)) for flag in (True, False)]
-    assert counts == [whole, whole - 3]
-    model.eval()
-    losses = [float(model(**batch, **more).loss) for more in ({}, {"num_items_in_batch": counts[1]})]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6)

@@ -106,7 +106,7 @@ def token_mean(name: str, zero: int, loader: str, block: dict[str, Any]) -> dict
     evaluated = float(engine.eval_batch(iter([batches[0]])))
     reference = one_process(plain, wanted, loss_mean="tokens")
     with torch.no_grad():
-        whole = float(reference.model.eval()(**batches[0]).loss)  # as Trainer evaluates: without a count
+        whole = float(sum(token_losses(reference.model.eval(), wanted[0])))
     return {
         "losses": losses,
         "wanted": reference.losses,

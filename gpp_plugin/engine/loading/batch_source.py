@@ -55,11 +55,11 @@ MAX_KNOWN_SHAPES = 256
 """Shapes of mini-batches that ranks without inputs remember; an older one is broadcast again."""
 
 
-Complete = Callable[..., list[dict[str, Any]]]
+Complete = Callable[[Sequence[Batch]], list[dict[str, Any]]]
 """Adds to the batches of a mini-batch what the model receives about all of them together."""
 
 
-def as_they_are(batches: Sequence[Batch], *, is_training: bool = True) -> list[dict[str, Any]]:
+def as_they_are(batches: Sequence[Batch]) -> list[dict[str, Any]]:
     """Return the batches of a mini-batch unchanged: the model receives nothing about the whole of it."""
     return [dict(batch) for batch in batches]
 
@@ -297,11 +297,10 @@ class BatchSource:
         prepared = (self.prepare(self.batch_fn(batch)) for batch in _check_iterator(iterator))
         taken = collect_units(prepared, count or 1, "num_micro_batches")
         if self._units is None:
-            whole = taken if len(taken) == 1 else [join_batches(taken)]
-            return self.complete(whole, is_training=False)[0]
+            return self.complete(taken if len(taken) == 1 else [join_batches(taken)])[0]
         if count is None:  # of units as many as there are, up to a mini-batch: an evaluation is of any number
             taken += [check_batch(unit) for unit in itertools.islice(prepared, self._units - 1)]
-        units = self.complete(taken, is_training=False)
+        units = self.complete(taken)
         # the unit that has most inputs says what the model is evaluated with; the others may lack some of these
         most = max(units, key=lambda unit: len(inputs_of(unit)))
         keys, inputs = frozenset(most), inputs_of(most)

@@ -253,19 +253,16 @@ def check_counted(batch: Mapping[str, Any]) -> None:
         )
 
 
-def count_labelled(
-    model: nn.Module, batches: Sequence[Mapping[str, Any]], *, is_training: bool = True
-) -> Tensor:
+def count_labelled(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Tensor:
     """Return the labelled tokens of batches together, a number in a tensor without axes.
 
     A decoder that predicts the next token has no use for the first label of each row; labels of an encoder-decoder
-    are shifted before it sees them, and each counts. In training the number is Trainer's, which counts the first
-    label of a decoder that names no loss (GPT-2); in evaluation it is what the model's own mean divides by.
+    are shifted before it sees them, and each counts.
 
     Raises:
         ConfigError: none of the labels is a target.
     """
-    shifts = _shifts_labels(model, is_training=is_training)
+    shifts = _shifts_labels(model)
     total = 0
     for batch in batches:
         if SHIFTED in batch:
@@ -281,13 +278,11 @@ def count_labelled(
     return torch.tensor(total)
 
 
-def _shifts_labels(model: nn.Module, *, is_training: bool) -> bool:
+def _shifts_labels(model: nn.Module) -> bool:
     """Return whether the model's loss compares each position with the label of the next one."""
     kind = getattr(model, "loss_type", None)
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    if kind is None or getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         return False
-    if kind is None:  # transformers then takes the loss of a decoder
-        return not is_training and hasattr(type(base_model(model)), "loss_function")
     from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss

@@ -32,6 +32,7 @@ from gpp_plugin.integrations.huggingface.model_inputs import (
     UNLABELLED,
     add_output,
     base_model,
+    count_labelled,
     divides_by_items,
 )
 from gpp_plugin.integrations.trainer.trainer import GraphPipelineTrainer
@@ -147,12 +148,17 @@ class GraphPipelineSFTTrainer(GraphPipelineTrainer, SFTTrainer):
         """Return loss and outputs of each batch; note entropy and accuracy of its labelled tokens."""
         if not has_loss or not hasattr(self._engine, "eval_batches"):
             return super()._eval_together(batches, names, has_loss)
-        found = super()._eval_together(batches, (*names, _METRICS), has_loss)
-        for _, (*_, rows) in found:
+        found: list[Evaluated] = []
+        answers = super()._eval_together(batches, (*names, _METRICS), has_loss)
+        for batch, (loss, (*values, rows)) in zip(batches, answers, strict=True):
             entropy, hits, count = rows.double().sum(0).tolist()
+            if loss is not None and count and self._engine.config.loss_mean == "tokens":
+                # Trainer counts the first label of a decoder that names no loss (GPT-2), TRL does not in evaluation
+                loss = loss * (int(count_labelled(self.model, [batch])) / count)
+            found.append((loss, tuple(values)))
             self._metrics["eval"]["entropy"].append(entropy / count if count else 0.0)
             self._metrics["eval"]["mean_token_accuracy"].append(hits / count if count else 0.0)
-        return [(loss, tuple(values[:-1])) for loss, values in found]
+        return found
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log with the means of what was noted since the last time, under TRL's names."""

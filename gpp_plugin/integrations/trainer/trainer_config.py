@@ -182,10 +182,10 @@ def with_arguments(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
 
 Evaluated = tuple[Tensor | None, tuple[Tensor, ...]]
 """Loss and outputs of a batch."""
-MOST_TOGETHER = 16
-"""Batches that are evaluated together, a power of two: as many plans as there are powers below it."""
+MOST_TOGETHER = 64
+"""Batches that are evaluated together: the pipeline drains once for all of them."""
 MOST_OUTPUT_BYTES = 2**28
-"""Of the outputs of batches that are evaluated together, which every rank then has at once."""
+"""Of inputs and outputs of batches that are evaluated together, which every rank then has at once."""
 
 
 def remaining(state: Any) -> int:
@@ -245,14 +245,16 @@ class EvaluatedBatches:
         }
 
     def _evaluated(self, group: list[tuple[Any, int]]) -> Iterator[Any]:
-        while group:
-            count = 1 << (len(group).bit_length() - 1)
-            together, group = group[:count], group[count:]
-            answers = self._evaluate([inputs for inputs, _ in together])
-            num_bytes = max(sum(value.nbytes for value in values) for _, values in answers)
-            self._most = max(min(MOST_TOGETHER, MOST_OUTPUT_BYTES // max(num_bytes, 1)), 1)
-            for (self.inputs, self.left), self.answer in zip(together, answers, strict=True):
-                yield self.inputs
+        if not group:
+            return
+        answers = self._evaluate([inputs for inputs, _ in group])
+        num_bytes = max(
+            sum(value.nbytes for value in (*values, *inputs.values()) if isinstance(value, Tensor))
+            for (inputs, _), (_, values) in zip(group, answers, strict=True)
+        )
+        self._most = max(min(MOST_TOGETHER, MOST_OUTPUT_BYTES // max(num_bytes, 1)), 1)
+        for (self.inputs, self.left), self.answer in zip(group, answers, strict=True):
+            yield self.inputs
 
 
 class StreamLoader:

@@ -69,8 +69,8 @@ from gpp_plugin.schedule.program_sets import (
 logger = logging.getLogger(__name__)
 
 _NEW_SHAPES = "code for a new shape"
-MOST_AT_ONCE = 16
-"""Batches of an evaluation that one plan runs, a power of two."""
+MOST_AT_ONCE = 4
+"""Batches of an evaluation that one plan runs, a power of two: plans for more take longer to prove than they save."""
 MAX_GRAPHS = 4
 MAX_RUNNERS = 8
 """Plans of different sizes that are kept: whole batches, and the parts of a smaller last one."""
@@ -544,7 +544,7 @@ class Evaluator:
         # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
         # Of three such batches the parts are 48, 12 and 3: no micro-batch has samples of two of them.
         # Nothing is agreed between one group of batches and the next, so a rank that has done its tasks of one begins
-        # with the next: with 19 batches as 16, 2 and 1 the pipeline fills once, not three times.
+        # with the next: with 11 batches as 4, 4, 2 and 1 the pipeline fills once, not four times.
         groups = [(n, *parts) for n in _groups(num_batches) for parts in zip(*split[n], strict=True)]
         for numbers, *parts in groups:
             part, (rows, counts) = parts[0][0], _joined([own for _, own in parts])
@@ -668,8 +668,8 @@ class Evaluator:
 def _groups(num_batches: int) -> Iterator[slice]:
     """Yield which batches run as one: powers of two, so that few plans serve any number.
 
-    >>> [(group.start, group.stop) for group in _groups(19)]
-    [(0, 16), (16, 18), (18, 19)]
+    >>> [(group.start, group.stop) for group in _groups(11)]
+    [(0, 4), (4, 8), (8, 10), (10, 11)]
     """
     first = 0
     while first < num_batches:

@@ -428,3 +428,40 @@ def test_blocks_end_where_images_are_joined_however_many_there_are() -> None:
         assert edge.dst == "model.language_model.layers.0" and len(edge.tensors) == 1
         projector = next(block for block in graph.blocks if block.name == edge.src)
         assert "model.image_newline" in projector.parameters
+
+
+def ctc(logits: Tensor, labels: Tensor) -> Tensor:
+    mask = labels >= 0
+    lengths = torch.full((len(logits),), logits.shape[1])
+    return nn.functional.ctc_loss(
+        logits.log_softmax(-1).transpose(0, 1), labels.masked_select(mask), lengths, mask.sum(-1)
+    )
+
+
+class Spoken(nn.Module):
+    """Reads of its labels, and so does its loss function, which cannot be traced."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 5)
+        self.loss_function = ctc
+
+    def forward(self, frames: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        if labels.max() >= 5:
+            raise ValueError("no such label")
+        return {"loss": self.loss_function(self.head(frames), labels)}
+
+
+def test_what_a_function_that_runs_as_it_is_reads_is_no_reading() -> None:
+    torch.manual_seed(0)
+    model = Spoken()
+    labels = torch.tensor([[1, 3, 2], [4, -100, -100]])
+    batch = {"frames": torch.randn(2, 9, 4), "labels": labels}
+    capture = capture_model(model, WholeUnit(batch, num_samples=2))
+    assert capture.analysis.eager == ("loss_function",)
+    assert capture.recording is not None and capture.recording.values == (False,)
+    other = {"frames": torch.randn(2, 9, 4), "labels": labels.flip(0)}
+    assert_is_model(capture, model, other)
+    empty = {key: torch.empty_like(value, device="meta") for key, value in batch.items()}
+    lacking = WholeUnit(empty, num_samples=2, readings=capture.recording.values)
+    assert_is_model(recapture(model, capture.analysis, lacking), model, other)

@@ -163,6 +163,89 @@ def test_data_that_draw_are_those_of_one_process_whatever_the_model_draws(
         assert resumed["held out"][-7:] == straight["held out"][-7:]
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
+    streams: bool, tmp_path: Path
+) -> None:
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    def drawn(trainer_class: Any, count: int) -> tuple[list[float], float]:
+        rows = jobs.Augmented(21)  # two mini-batches of 8, two batches and a half of no mini-batch
+
+        def collate(samples: list[Any]) -> Any:
+            rows.seen.append(len(samples) + float(torch.rand(())))
+            return jobs.stack(samples)
+
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            use_cpu=True,
+            max_steps=2,
+            remove_unused_columns=False,
+        )
+        trainer = trainer_class(
+            torch.nn.Linear(1, 1),
+            args,
+            train_dataset=jobs.AugmentedStream(rows) if streams else rows,
+            data_collator=collate,
+        )
+        set_seed(3)
+        batches = iter(trainer.get_train_dataloader())
+        for _ in range(count):
+            next(batches)
+        return rows.seen, float(torch.rand(()))
+
+    for count in (8, *([10] if streams else [])):  # a stream is read to its end
+        assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
+
+
+def test_masks_that_numpy_draws_in_a_forward_are_refused_in_the_constructor(tmp_path: Path) -> None:
+    from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
+
+    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small |= {"conv_dim": [4], "conv_stride": [4], "conv_kernel": [4], "num_feat_extract_layers": 1}
+    small |= {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 1, "vocab_size": 8}
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    model = Wav2Vec2ForCTC(Wav2Vec2Config(**small, mask_time_prob=0.0, mask_feature_prob=0.25))
+    with pytest.raises(ConfigError, match=r"mask_feature_prob 0.25.*apply_spec_augment = False"):
+        GraphPipelineTrainer(model, args)
+    model.config.apply_spec_augment = False
+    GraphPipelineTrainer(model, args)
+
+
+def test_a_dataset_that_differs_between_ranks_is_refused_in_the_constructor(tmp_path: Path) -> None:
+    for unseeded, seeded in run_kept_ranks(jobs.own_generators_on_ranks, 2, str(tmp_path), [None, 5]):
+        assert "ranks read 2 different first samples" in unseeded and "a seed" in unseeded
+        assert not seeded
+
+
+def test_a_short_last_batch_is_cut_where_seq2seq_trainer_cuts_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+
+    from gpp_plugin import GraphPipelineSeq2SeqTrainer
+    from gpp_plugin.integrations.trainer import trainer as trainer_module
+
+    found = []
+
+    def loop(self: Any, *passed: Any, **named: Any) -> Any:
+        found.append(self.gather_function(torch.arange(2)).tolist())
+        self.gather_function = self.accelerator.gather_for_metrics  # as Trainer's own does behind it
+        return SimpleNamespace(metrics={}, num_samples=1)
+
+    monkeypatch.setattr(Trainer, "evaluation_loop", loop)
+    monkeypatch.setattr(trainer_module, "remaining", lambda state: 1)
+    args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True)
+    trainer = GraphPipelineSeq2SeqTrainer(torch.nn.Linear(1, 1), args, eval_dataset=[{"x": 1}])
+    trainer._engine = SimpleNamespace()
+    trainer.evaluation_loop([])  # as the trainers of HuggingFace's question answering call it
+    Seq2SeqTrainer.evaluate(trainer)
+    trainer.evaluation_loop([])
+    assert found == [[0], [0, 1], [0]]
+
+
 @pytest.mark.parametrize(
     ("name", "outputs"),
     [

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from gpp_plugin import GraphPipelineTrainer
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.trainer.trainer_config import TRIED_SAMPLES
 from tests.models import build
 
@@ -160,7 +161,8 @@ def resume(directory: str, name: str, config: dict[str, Any], streams: bool = Fa
     """
     total = UNIT * ACCUMULATION * dist.get_world_size()
     rows = data_of(name, 4 * total + total // 2)
-    answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total}  # what is read in one
+    # what is read in one: a list of the half that is left over too, as one process reads ahead
+    answers: dict[str, Any] = {"epoch": len(rows) if streams else 4 * total + UNIT}
 
     def trainer_in(folder: str, **more: Any) -> Any:
         return GraphPipelineTrainer(
@@ -371,6 +373,36 @@ def augmenting(
     if getattr(trainer, "engine", None) is not None:
         trainer.engine.destroy()
     return answer
+
+
+class OwnGenerator(Rows):
+    """Samples with noise of a generator of the dataset's own, as of albumentations."""
+
+    def __init__(self, count: int, seed: int | None) -> None:
+        super().__init__("two_branch", count)
+        self.generator = np.random.default_rng(seed)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = super().__getitem__(index)
+        return {**row, "x": row["x"] + torch.as_tensor(self.generator.normal(size=8)).float()}
+
+
+def own_generators_on_ranks(directory: str, seeds: list[int | None]) -> list[str]:
+    """Return for each seed of a dataset's generator what refused the dataset."""
+    told = []
+    for seed in seeds:
+        try:
+            GraphPipelineTrainer(
+                build("two_branch")[0],
+                arguments(directory, total=8, ranks=dist.get_world_size(), max_steps=1),
+                train_dataset=OwnGenerator(24, seed),
+                data_collator=stack,
+            )
+        except ConfigError as error:
+            told.append(str(error))
+        else:
+            told.append("")
+    return told
 
 
 def augment_on_ranks(directory: str, config: dict[str, Any], streams: bool) -> dict[str, Any]:

@@ -59,6 +59,7 @@ from gpp_plugin.capture.tracing.clean import on_device
 from gpp_plugin.capture.tracing.meta_copy import MetaCopy
 from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
+from gpp_plugin.capture.tracing.values import ReadingMode
 from gpp_plugin.errors import CaptureError, first_line
 
 _LIBRARY = torch.library.Library("gpp_plugin", "FRAGMENT")
@@ -330,6 +331,7 @@ class WholeCalls:
             # made-up operands and weights are drawn; the capture sees no number that is not the model's own
             with (
                 _disable_current_modes(),
+                ReadingMode.paused(),
                 torch.random.fork_rng(devices=[]),
                 torch.set_grad_enabled(self._training and torch.is_grad_enabled()),
             ):

@@ -209,6 +209,8 @@ class ReadingMode(TorchFunctionMode):
         readings: what an earlier run read of a batch of these values, in order.
     """
 
+    _is_paused = False
+
     def __init__(
         self, batch: Mapping[str, Tensor], values: Mapping[str, Tensor] | None, readings: Sequence[Any] = ()
     ) -> None:
@@ -225,6 +227,16 @@ class ReadingMode(TorchFunctionMode):
             for key, fake in batch.items():
                 real = None if values is None else values[key].detach().to("cpu", fake.dtype, copy=True)
                 self._slots[key] = self._learn(fake, real), fake.dtype
+
+    @classmethod
+    @contextmanager
+    def paused(cls) -> Iterator[None]:
+        """Let a module run on made-up tensors: what it reads of them is no reading."""
+        before, ReadingMode._is_paused = ReadingMode._is_paused, True
+        try:
+            yield
+        finally:
+            ReadingMode._is_paused = before
 
     def recording(self) -> Recording:
         """Return what was read, with the part of the tape that made it.
@@ -259,7 +271,7 @@ class ReadingMode(TorchFunctionMode):
         """Call a function of torch on fake tensors, and beside them on those values that are known."""
         kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
-        if name == "__get__" and not self._makes_tensor(func):
+        if ReadingMode._is_paused or (name == "__get__" and not self._makes_tensor(func)):
             return func(*args, **kwargs)
         tensors = tensors_in((args, kwargs))
         is_known = all(self._is_known(t) for t in tensors) and not any(word in name for word in _RANDOM)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import itertools
+import logging
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
@@ -40,6 +42,8 @@ from gpp_plugin.runtime.batches import (
     mini_batch_shapes,
 )
 from gpp_plugin.runtime.random_streams import restored_host_streams
+
+logger = logging.getLogger(__name__)
 
 # Where training is in its data, as JSON: what a checkpoint keeps so that no sample comes twice and none is left out.
 #
@@ -132,6 +136,32 @@ def sample_from_dataset(
     if not items:
         raise ConfigError("training_data is empty; capture needs at least one sample of it")
     return check_batch(named(collate(items)))
+
+
+def check_same_samples(loader: Any) -> None:
+    """Refuse a dataset of which ranks read different first samples; collective.
+
+    Raises:
+        ConfigError: on every rank.
+    """
+    if not dist.is_initialized():
+        return
+    checksum = None
+    try:
+        with restored_host_streams():
+            checksum = batch_checksum(
+                sample_from_dataset(loader.dataset, num_samples=1, collate_fn=loader.collate_fn)
+            )
+    except Exception:  # whatever it is, the other ranks wait; training reports it
+        logger.debug("the first sample of train_dataset cannot be read alone", exc_info=True)
+    found: list[int | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, checksum)
+    if len(different := set(found) - {None}) > 1:
+        raise ConfigError(
+            f"train_dataset: ranks read {len(different)} different first samples; it was split without a seed, or "
+            "transforms draw from a generator that set_seed does not reach: give train_test_split, "
+            "albumentations.Compose and the like a seed"
+        )
 
 
 # What a rank keeps of a mini-batch: its own rows, or its own loss units.

@@ -503,3 +503,21 @@ def add_noise(embeddings: nn.Module, alpha: float) -> None:
         return noisy
 
     _replace_forward(embeddings, make)
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model whose forward draws masks from numpy, which a capture would keep as they are.
+
+    Raises:
+        ConfigError: names the field of its configuration.
+    """
+    config = getattr(model, "config", None)
+    if not getattr(config, "apply_spec_augment", False) or "PreTraining" in type(model).__name__:
+        return  # a pre-training's batches have their masks
+    for name in ("mask_time_prob", "mask_feature_prob"):
+        if (value := getattr(config, name, 0) or 0) > 0:
+            raise ConfigError(
+                f"{type(model).__name__}: SpecAugment ({name} {value:g}) draws masks from numpy in each forward, and "
+                "a captured graph would keep those of the first; set model.config.apply_spec_augment = False, and "
+                "mask in the dataset"
+            )

@@ -33,7 +33,7 @@ from transformers.trainer_utils import seed_worker
 
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
-from gpp_plugin.engine.loading.rank_shard import sample_from_dataset
+from gpp_plugin.engine.loading.rank_shard import check_same_samples, sample_from_dataset
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
@@ -41,6 +41,7 @@ from gpp_plugin.integrations.huggingface.model_inputs import (
     add_noise,
     arguments_of_own_loss,
     base_model,
+    check_model,
     divides_by_items,
     multiply_loss,
     return_loss_of,
@@ -127,6 +128,7 @@ class GraphPipelineTrainer(Trainer):
         self._engine: Any = None
         self._units: int | None = None
         self._has_trained = self._has_schedule = False
+        self._cuts_last = True
         self._buffered: list[Any] = []
         self._random_states: HostStreams | None = None
         self._whole_steps: WholeSteps | None = None
@@ -139,6 +141,9 @@ class GraphPipelineTrainer(Trainer):
         super().__init__(model, own, *positional, **passed)
         if type(self).compute_loss not in self._own_losses:
             self._arguments_of = self._try_own_loss()
+        if self._num_ranks > 1 and self.train_dataset is not None:
+            with restored_host_streams():
+                check_same_samples(self.get_train_dataloader())
         self._num_parameters = 0
         if hasattr(self.model, "num_parameters"):  # a stage's share of it is all that stays here
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
@@ -154,6 +159,7 @@ class GraphPipelineTrainer(Trainer):
                 f"{type(self).__name__}.create_optimizer_and_scheduler would not be called: stages own optimizer and "
                 "schedule; give others by create_optimizer and create_scheduler"
             )
+        check_model(model)
         config = engine_config(
             self._user_config,
             own,
@@ -258,7 +264,14 @@ class GraphPipelineTrainer(Trainer):
         if is_training:
             check_length(dataset, args)
             step = args.gradient_accumulation_steps
-            whole = WholeSteps(sampler, batch_size, step=step)
+
+            def read(indices: list[int]) -> None:
+                several = getattr(dataset, "__getitems__", None)
+                collate(several(indices) if several else [dataset[index] for index in indices])
+
+            whole = WholeSteps(
+                sampler, batch_size, step=step, read=None if args.dataloader_num_workers else read
+            )
             seeds = functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
             loader = DataLoader(
                 dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=seeds, **options
@@ -477,6 +490,9 @@ class GraphPipelineTrainer(Trainer):
                 loader = self.get_train_dataloader()
                 max_steps = self.set_initial_training_values(self.args, loader)[-1]
             self._make_engine(loader, max_steps)
+        # Seq2SeqTrainer gathers all of its own evaluations, so that its mean loss counts a short last batch as whole
+        gather: Any = vars(self)["gather_function"]
+        self._cuts_last = gather != self.accelerator.gather
         self.gather_function = self._as_one_process
         given = inspect.signature(Trainer.evaluation_loop).bind(self, dataloader, *passed, **more).arguments
         loss_only, ignore_keys = given.get("prediction_loss_only"), given.get("ignore_keys")
@@ -503,6 +519,8 @@ class GraphPipelineTrainer(Trainer):
 
     def _as_one_process(self, tensors: Any, **_: Any) -> Any:
         """Return what one process would gather: every rank has all of it, and of the last batch as much as there is."""
+        if not self._cuts_last:
+            return tensors
         left = remaining(self.accelerator.gradient_state) if self._ahead is None else self._ahead.left
         return cut(tensors, left) if left > 0 else tensors
 
@@ -617,10 +635,6 @@ class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
     def _evaluates_ahead(self, loss_only: bool) -> bool:
         generates = self.args.predict_with_generate and not loss_only
         return not generates and super()._evaluates_ahead(loss_only)
-
-    def _as_one_process(self, tensors: Any, **_: Any) -> Any:
-        """Return all: Seq2SeqTrainer cuts nothing, so that its mean loss counts a short last batch as a whole one."""
-        return tensors
 
     def prediction_step(
         self,

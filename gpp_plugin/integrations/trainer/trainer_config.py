@@ -75,6 +75,8 @@ class WholeSteps(BatchSampler):
 
     Args:
         step: batches of a mini-batch.
+        read: reads and discards the batch behind the last one, if there is any. One process has it fetched by then,
+            so what is loaded next, for an evaluation, draws behind it.
 
     Attributes:
         skipped: batches of the epoch under way that are trained already.
@@ -83,23 +85,34 @@ class WholeSteps(BatchSampler):
     [[0, 1], [2, 3], [4, 5], [6, 7]]
     """
 
-    def __init__(self, sampler: Sampler[int], batch_size: int, *, step: int) -> None:
-        super().__init__(sampler, batch_size, drop_last=True)
-        self._step = step
+    def __init__(
+        self,
+        sampler: Sampler[int],
+        batch_size: int,
+        *,
+        step: int,
+        read: Callable[[list[int]], Any] | None = None,
+    ) -> None:
+        super().__init__(sampler, batch_size, drop_last=False)
+        self._step, self._read = step, read
         self.ahead = AheadStreams()
         self.skipped = 0
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield lists of samples' numbers."""
         skipped, self.skipped = self.skipped, 0
-        for number, indices in enumerate(itertools.islice(super().__iter__(), len(self))):
+        batches = super().__iter__()
+        for number, indices in enumerate(itertools.islice(batches, len(self))):
             if number >= skipped:
                 self.ahead.fetch(number)
             yield indices
+        if self._read is not None and (left := next(batches, None)) is not None:
+            self.ahead.fetch(len(self))
+            self._read(left)
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""
-        return super().__len__() // self._step * self._step
+        return len(self.sampler) // (self.batch_size * self._step) * self._step  # type: ignore[arg-type]
 
 
 def as_one_process(loader: DataLoader[Any], *, data_seed: int | None) -> DataLoader[Any]:
@@ -305,13 +318,18 @@ class StreamLoader:
         def fetch() -> tuple[Any, Any] | None:
             ahead.fetch(0)
             found = next(inner, None)
-            return None if found is None else (self.collate_fn(found[0]), found[1])
+            if found is None:
+                return None
+            batch = self.collate_fn(found[0])  # a short one too: one process has it, and draws for it
+            return (batch, found[1]) if len(found[0]) == self.batch_size else None
 
         batch = fetch()
+        if batch is None and is_resumed:
+            set_host_streams(program)
         while batch is not None:
             following = fetch()
             self._num_batches, self._state = self._num_batches + 1, batch[1]
-            self._drawn = ahead.before if following is not None else None
+            self._drawn = ahead.before
             yield batch[0]
             batch = following
         self._passes, self._num_batches, self._state, self._drawn = self._passes + 1, 0, None, None
@@ -338,7 +356,7 @@ class StreamLoader:
 
 
 class _Stated(IterableDataset[Any]):
-    """Lists of a dataset's items, each with the dataset's state behind it; the last, shorter one is left out."""
+    """Lists of a dataset's items, the last one maybe shorter, each with the dataset's state behind it."""
 
     def __init__(self, dataset: Any, size: int, *, state: Any, skipped: int) -> None:
         self._dataset, self._size, self._start, self._skipped = dataset, size, state, skipped
@@ -351,7 +369,7 @@ class _Stated(IterableDataset[Any]):
         with restored_host_streams():  # what is only read again was drawn before
             for _ in range(self._skipped * self._size):
                 next(items, None)
-        while len(taken := list(itertools.islice(items, self._size))) == self._size:
+        while taken := list(itertools.islice(items, self._size)):
             # a copy: the dataset continues, and a worker writes it down on a thread of its own
             yield taken, stream_state(dataset)
 

@@ -42,6 +42,7 @@ from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
     channels_of,
     evaluation_plan,
+    groups_of,
     held_tensors,
     make_programs,
     parts_of,
@@ -69,8 +70,6 @@ from gpp_plugin.schedule.program_sets import (
 logger = logging.getLogger(__name__)
 
 _NEW_SHAPES = "code for a new shape"
-MOST_AT_ONCE = 4
-"""Batches of an evaluation that one plan runs, a power of two: plans for more take longer to prove than they save."""
 MAX_GRAPHS = 4
 MAX_RUNNERS = 8
 """Plans of different sizes that are kept: whole batches, and the parts of a smaller last one."""
@@ -545,7 +544,7 @@ class Evaluator:
         # Of three such batches the parts are 48, 12 and 3: no micro-batch has samples of two of them.
         # Nothing is agreed between one group of batches and the next, so a rank that has done its tasks of one begins
         # with the next: with 11 batches as 4, 4, 2 and 1 the pipeline fills once, not four times.
-        groups = [(n, *parts) for n in _groups(num_batches) for parts in zip(*split[n], strict=True)]
+        groups = [(n, *parts) for n in groups_of(num_batches) for parts in zip(*split[n], strict=True)]
         for numbers, *parts in groups:
             part, (rows, counts) = parts[0][0], _joined([own for _, own in parts])
             size = part.plan.mini_batch
@@ -663,19 +662,6 @@ class Evaluator:
             return whole.to(self._device)
 
         return [{name: join(number, name) for name in collected[0]} for number in range(len(batches))]
-
-
-def _groups(num_batches: int) -> Iterator[slice]:
-    """Yield which batches run as one: powers of two, so that few plans serve any number.
-
-    >>> [(group.start, group.stop) for group in _groups(11)]
-    [(0, 4), (4, 8), (8, 10), (10, 11)]
-    """
-    first = 0
-    while first < num_batches:
-        count = min(MOST_AT_ONCE, 1 << ((num_batches - first).bit_length() - 1))
-        yield slice(first, first + count)
-        first += count
 
 
 def _joined(parts: Sequence[Batch]) -> tuple[Batch, list[float]]:

@@ -419,6 +419,26 @@ def arguments_of_own_loss(
         note.remove()
 
 
+def check_others_losses(kind: type) -> None:
+    """Refuse a class that has one of TRL's trainers as a base: their losses are computed outside of the model.
+
+    Raises:
+        ConfigError: names the trainer.
+    """
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "trl":
+            continue
+        if base.__name__ == "SFTTrainer":
+            raise ConfigError(
+                f"{kind.__name__}: SFTTrainer computes its loss outside of the model; use "
+                "gpp_plugin.GraphPipelineSFTTrainer in place of both classes"
+            )
+        raise ConfigError(
+            f"{kind.__name__}: {base.__name__} computes its loss from several forwards, and a pipeline runs one; use "
+            f"{base.__name__} without a pipeline, or gpp_plugin.GraphPipelineSFTTrainer for supervised fine-tuning"
+        )
+
+
 def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:
     """Give a module another forward, made of its own; its class has the same name, and copies have it, too.
 

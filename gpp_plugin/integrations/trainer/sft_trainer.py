@@ -216,6 +216,7 @@ def check_sft_arguments(model: Any, args: Any, quantization: Any = None) -> None
             f"{who}: router_aux_loss_coef is {weight}: the loss that balances experts is a mean over batches, and the "
             "loss of tokens a sum; set router_aux_loss_coef=0.0"
         )
+    # rows of several samples: what separates them must be an operator's input, not a number that the host reads
     if not (args.padding_free or (args.packing and args.packing_strategy != "wrapped")):
         return
     attention = init.get("attn_implementation") or getattr(config, "_attn_implementation", None) or "sdpa"

@@ -34,7 +34,7 @@ from transformers.trainer_utils import seed_worker
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
 from gpp_plugin.engine.loading.rank_shard import check_same_samples, sample_from_dataset
-from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.model_inputs import (
@@ -42,6 +42,7 @@ from gpp_plugin.integrations.huggingface.model_inputs import (
     arguments_of_own_loss,
     base_model,
     check_model,
+    check_others_losses,
     divides_by_items,
     multiply_loss,
     return_loss_of,
@@ -58,9 +59,9 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_arguments,
     check_known_ranks,
     check_length,
-    check_others_losses,
     cut,
     engine_config,
+    load_checkpoint,
     mini_batch_of,
     one_process_arguments,
     pads_to_longest,
@@ -432,7 +433,7 @@ class GraphPipelineTrainer(Trainer):
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            _, client_state = _load_checkpoint(engine, resume_from_checkpoint)
+            _, client_state = load_checkpoint(engine, resume_from_checkpoint)
             self._random_states = host_streams()
             ahead = client_state.get("ahead")
             if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
@@ -620,7 +621,7 @@ class GraphPipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
-        _load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
+        load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
@@ -690,17 +691,3 @@ class _Stand:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._engine.module.parameters())
-
-
-def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
-    """Load what Trainer names.
-
-    Raises:
-        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
-    """
-    path, client_state = engine.load_checkpoint(directory, **how)
-    if path is None:
-        raise CheckpointError(
-            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
-        )
-    return path, client_state

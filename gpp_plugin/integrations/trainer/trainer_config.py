@@ -27,7 +27,7 @@ from transformers.training_args import ParallelMode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
     described_streams,
@@ -496,26 +496,6 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def check_others_losses(kind: type) -> None:
-    """Refuse a class that has one of TRL's trainers as a base: their losses are computed outside of the model.
-
-    Raises:
-        ConfigError: names the trainer.
-    """
-    for base in kind.__mro__:
-        if base.__module__.partition(".")[0] != "trl":
-            continue
-        if base.__name__ == "SFTTrainer":
-            raise ConfigError(
-                f"{kind.__name__}: SFTTrainer computes its loss outside of the model; use "
-                "gpp_plugin.GraphPipelineSFTTrainer in place of both classes"
-            )
-        raise ConfigError(
-            f"{kind.__name__}: {base.__name__} computes its loss from several forwards, and a pipeline runs one; use "
-            f"{base.__name__} without a pipeline, or gpp_plugin.GraphPipelineSFTTrainer for supervised fine-tuning"
-        )
-
-
 def one_process_arguments(args: Any, num_ranks: int) -> Any:
     """Return a copy of the arguments as one process would have them that accumulates what all ranks would train."""
     kind = type(args)
@@ -534,6 +514,20 @@ def one_process_arguments(args: Any, num_ranks: int) -> Any:
     own.neftune_noise_alpha = None
     own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
     return own
+
+
+def load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
+    """Load what Trainer names.
+
+    Raises:
+        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
+    """
+    path, client_state = engine.load_checkpoint(directory, **how)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
+        )
+    return path, client_state
 
 
 def cut(tensors: Any, count: int) -> Any:

@@ -32,6 +32,7 @@ import torch
 from torch import fx
 
 from gpp_plugin.capture.axis_rules import (
+    FLATTENS,
     AxisCut,
     NeedsLinears,
     NeedsParts,
@@ -39,16 +40,19 @@ from gpp_plugin.capture.axis_rules import (
     OperandReads,
     argument,
     is_part,
+    position_rule_of,
     rule_of,
     shape_of,
 )
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments
 from gpp_plugin.ir.analysis import (
+    SequencePart,
     ShardedRegion,
     Sharding,
     TensorShard,
     WholeLinear,
     regions_in,
+    sequence_in,
     without_half_cut,
 )
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph
@@ -113,6 +117,21 @@ def regions_of_stage(
     return tuple(
         region for block in graph.blocks if block.name in own for region in regions_in(whole, block.nodes)
     )
+
+
+def sequence_of_stage(
+    graph: BlockGraph, sharding: Sharding, plan: PipelinePlan, index: int
+) -> tuple[SequencePart, ...]:
+    """Return the operators of a stage that compute on parts of the positions: of blocks that its size divides."""
+    # A norm that a block which is not divided reads too has its whole gradient there (`SequencePart.parameters`).
+    stage, blocks = plan.stages[index], {block.name: block for block in graph.blocks}
+    divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
+    own = [blocks[name] for name in stage.blocks]
+    nodes = [name for block in own if block.name in divided for name in block.nodes]
+    whole = {name for block in own if block.name not in divided for name in block.parameters}
+    regions = regions_of_stage(graph, sharding.regions, plan, index)
+    found = sequence_in(sharding.sequence, nodes, regions)
+    return tuple(part for part in found if whole.isdisjoint(part.parameters))
 
 
 def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
@@ -439,7 +458,135 @@ def find_sharding(
     regions = _without_half_cut(found, whole)
     divided = {name for region in regions for name in region.operators}
     left = tuple(WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in divided)
-    return Sharding(regions=tuple(regions), whole=left)
+    sequence = find_sequence_parts(graph, regions, parameters, called, needs_gradient)
+    return Sharding(regions=tuple(regions), whole=left, sequence=sequence)
+
+
+# Between two regions, operators that treat positions alike compute on parts of them (`SequencePart`).
+#
+#     o ─ reduce-scatter ─► [2, 5, 32] in parts of 2 and 3 positions ─► dropout, residual, norm ─ all-gather ─► up
+#
+# From the end of each region what is cut is followed through all its readers by `axis_rules`, along the second axis of
+# three or more. An operator that no rule allows reads a whole, and so does what is behind it.
+
+
+def joined_at(node: fx.Node) -> fx.Node | None:
+    """Return where the result of a region has positions along its second axis: there, or in its one reader, a view."""
+    # addmm [10, 32] of a GPT-2 is of no axis of positions: its view [2, 5, 32] is
+    shape = shape_of(node)
+    if len(shape) > 2:
+        return node
+    if len(shape) < 2 or len(node.users) != 1:
+        return None
+    (user,) = node.users
+    if user.target not in FLATTENS[:3]:
+        return None
+    after = shape_of(user)
+    return user if len(after) == 3 and after[-1] == shape[-1] else None
+
+
+def find_sequence_parts(
+    graph: fx.Graph,
+    regions: Sequence[ShardedRegion],
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> tuple[SequencePart, ...]:
+    """Return the operators outside of regions that compute on parts of the positions; arguments as `find_sharding`."""
+    inside = {name for region in regions for name in region.operators}
+    sums = {name for region in regions for name in region.sums}
+    found: dict[fx.Node, tuple[AxisCut, OperandReads, fx.Node | None]] = {}
+    cuts: dict[fx.Node, AxisCut] = {}
+    joins: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        end = joined_at(node) if node.name in sums else None
+        if end is not None:
+            joins[end] = node
+    for node in graph.nodes:
+        if node.op != "call_function" or any(node in written_arguments(user) for user in node.users):
+            continue
+        reads = OperandReads(begins={}, linears={}, parameters=parameters, cuts=cuts)
+        try:
+            if node in joins:
+                cut = AxisCut(1, (shape_of(node)[1],), node)
+                bias = bias_of(joins[node])
+                reads.wholes |= {} if bias is None else {bias: None}
+            elif node.name in inside or cuts.keys().isdisjoint(node.all_input_nodes):
+                continue
+            else:
+                if written_arguments(node):
+                    continue
+                made = position_rule_of(node)(node, reads)
+                if not isinstance(made, AxisCut) or reads.of_parameters:
+                    continue
+                cut = made
+        except NotSharded:
+            continue
+        cuts[node] = cut
+        found[node] = (cut, reads, joins.get(node))
+    _drop_useless(found, parameters, needs_gradient)
+    return tuple(
+        _sequence_part(node, *own, parameters, called, needs_gradient) for node, own in found.items()
+    )
+
+
+def bias_of(node: fx.Node) -> fx.Node | None:
+    """Return the bias of a linear operator."""
+    bias = None
+    if node.target is aten.addmm.default:
+        bias = node.args[0]
+    elif node.target is aten.linear.default:
+        bias = argument(node, 2, "bias")
+    return bias if isinstance(bias, fx.Node) else None
+
+
+def _drop_useless(
+    found: dict[fx.Node, tuple[AxisCut, OperandReads, fx.Node | None]],
+    parameters: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> None:
+    """Leave out what reads no part, results of regions that nobody reads parts of, and half readers of parameters."""
+    # The gradient of a norm's weight is of the rank's positions alone, and is summed once a step. If another operator
+    # reads the weight whole, its gradient is the same on all ranks: such a sum would count it once a rank.
+    while True:
+        readers = {each: own[2] or each for each, own in found.items()}
+        of_parameters = set(readers.values())
+        bad = []
+        for node, (_, reads, join) in found.items():
+            trained = [n for n in reads.wholes if n.name in parameters and n.name in needs_gradient]
+            is_half = any(not of_parameters.issuperset(n.users) for n in trained)
+            is_read = join is None or any(user in found for user in node.users)
+            has_parts = join is not None or not found.keys().isdisjoint(node.all_input_nodes)
+            if is_half or not is_read or not has_parts:
+                bad.append(node)
+        for node in bad:
+            del found[node]
+        if not bad:
+            return
+
+
+def _sequence_part(
+    node: fx.Node,
+    cut: AxisCut,
+    reads: OperandReads,
+    join: fx.Node | None,
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> SequencePart:
+    def name(each: fx.Node) -> str:
+        return called.get(each.name, each.name)
+
+    of_cuts = {each: reads.cuts[each] for each in node.all_input_nodes if each in reads.cuts}
+    whole = [each for each in reads.wholes if each.name in needs_gradient]
+    return SequencePart(
+        name=node.name,
+        axis=cut.axis,
+        operands={} if join else {name(n): c.axis for n, c in {**of_cuts, **reads.sliced}.items()},
+        parameters=tuple(parameters[each.name] for each in whole if each.name in parameters),
+        shared=tuple(name(each) for each in whole if each.name not in parameters),
+        joins=join.name if join else "",
+    )
 
 
 def _embeddings(

@@ -112,6 +112,27 @@ class ShardedRegion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePart:
+    """An operator between two regions that treats positions alike: a rank computes its part of the positions.
+
+    Args:
+        name: of the operator, whose result is cut.
+        axis: of its result, along which positions lie.
+        operands: what it reads parts of -> the axis of positions there; it reads all else whole.
+        parameters: that it reads; each rank's gradient of them is of its own positions.
+        shared: whole tensors that it reads and whose gradient is summed over the ranks.
+        joins: the result of a region that it is, or is a view of; "" for none.
+    """
+
+    name: str
+    axis: int
+    operands: dict[str, int]
+    parameters: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    joins: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLinear:
     """A linear operator that stays whole, and the operator that is in the way."""
 
@@ -125,12 +146,21 @@ class Sharding:
 
     regions: tuple[ShardedRegion, ...] = ()
     whole: tuple[WholeLinear, ...] = ()
+    sequence: tuple[SequencePart, ...] = ()
 
 
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
     """Return the regions whose operators are all among some."""
     known = frozenset(operators)
     return tuple(region for region in regions if known.issuperset(region.operators))
+
+
+def sequence_in(
+    parts: Iterable[SequencePart], operators: Iterable[str], regions: Iterable[ShardedRegion]
+) -> tuple[SequencePart, ...]:
+    """Return the operators among some that compute on parts of the positions where these regions are shared out."""
+    known, sums = frozenset(operators), {name for region in regions for name in region.sums}
+    return tuple(part for part in parts if part.name in known and (not part.joins or part.joins in sums))
 
 
 def without_half_cut(

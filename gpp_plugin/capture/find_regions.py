@@ -20,6 +20,7 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
@@ -39,6 +40,7 @@ from gpp_plugin.capture.axis_rules import (
     NotSharded,
     OperandReads,
     argument,
+    flattened,
     is_part,
     position_rule_of,
     rule_of,
@@ -51,167 +53,7 @@ from gpp_plugin.ir.analysis import (
     Sharding,
     TensorShard,
     WholeLinear,
-    regions_in,
-    sequence_in,
-    without_half_cut,
 )
-from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph
-from gpp_plugin.ir.plan import PipelinePlan
-
-# What tensor ranks divide of each block, in numbers: shares of its costs, and the bytes that the ranks sum.
-
-MAX_DEGREE = 1024
-_NUMBER_BYTES = 4
-
-
-def block_shardings(
-    graph: OpGraph, regions: Sequence[ShardedRegion], blocks: Sequence[Block]
-) -> tuple[BlockSharding, ...]:
-    """Return what is divided of those blocks that hold whole regions.
-
-    Args:
-        graph: its sizes are those of the result.
-    """
-    inside = [region for block in blocks for region in regions_in(regions, block.nodes)]
-    whole = without_half_cut(regions, inside)
-    owned = {block.name: found for block in blocks if (found := regions_in(whole, block.nodes))}
-    sizes = _together(owned)
-    return tuple(
-        _sharding(graph, block, owned[block.name], sizes[block.name])
-        for block in blocks
-        if sizes.get(block.name, 1) > 1
-    )
-
-
-def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
-    """Return block -> why it is not divided, of those of these with linear operators; names the operator in the way."""
-    whole = {each.name: each.reason for each in sharding.whole}
-    regions = {name for region in sharding.regions for name in region.operators}
-    found = {}
-    for block in blocks:
-        reasons = [whole[name] for name in block.nodes if name in whole]
-        if reasons:
-            found[block.name] = reasons[0]
-        elif regions_in(sharding.regions, block.nodes):
-            found[block.name] = "it shares a parameter with blocks that no number divides along with it"
-        elif not regions.isdisjoint(block.nodes):
-            reason = f'operators that go together are in several blocks at granularity "{granularity}"'
-            found[block.name] = reason
-    return found
-
-
-def regions_of_stage(
-    graph: BlockGraph, regions: Sequence[ShardedRegion], plan: PipelinePlan, index: int
-) -> tuple[ShardedRegion, ...]:
-    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's.
-
-    Not those with a parameter that others read whole, here or in a stage of another tensor size: all hold it whole.
-    """
-    # What stages of this size share out together, as they may hold the same parameter: each keeps what is its own.
-    size, nodes = plan.stages[index].tensor, {block.name: block.nodes for block in graph.blocks}
-    divided = {own.block for own in graph.sharding if size in own.degrees}
-    together = {name for stage in plan.stages if stage.tensor == size for name in stage.blocks}
-    inside = [region for name in together & divided for region in regions_in(regions, nodes[name])]
-    whole = without_half_cut(regions, inside)
-    own = divided.intersection(plan.stages[index].blocks)
-    return tuple(
-        region for block in graph.blocks if block.name in own for region in regions_in(whole, block.nodes)
-    )
-
-
-def sequence_of_stage(
-    graph: BlockGraph, sharding: Sharding, plan: PipelinePlan, index: int
-) -> tuple[SequencePart, ...]:
-    """Return the operators of a stage that compute on parts of the positions: of blocks that its size divides."""
-    # A norm that a block which is not divided reads too has its whole gradient there (`SequencePart.parameters`).
-    stage, blocks = plan.stages[index], {block.name: block for block in graph.blocks}
-    divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
-    own = [blocks[name] for name in stage.blocks]
-    nodes = [name for block in own if block.name in divided for name in block.nodes]
-    whole = {name for block in own if block.name not in divided for name in block.parameters}
-    regions = regions_of_stage(graph, sharding.regions, plan, index)
-    found = sequence_in(sharding.sequence, nodes, regions)
-    return tuple(part for part in found if whole.isdisjoint(part.parameters))
-
-
-def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
-    """Return block -> what its degrees divide; the same for blocks that read the same cut parameter."""
-    # Blocks 0 and 5 share a weight: one could be divided by 2 and 4, the other by 2 and 6; both by 2 then, as a stage
-    # that holds both cuts the weight once.
-    sizes = {block: math.gcd(*(region.size for region in regions)) for block, regions in owned.items()}
-    holders: dict[str, list[str]] = {}
-    for block, regions in owned.items():
-        for region in regions:
-            for parameter in region.parameters:
-                holders.setdefault(parameter.name, []).append(block)
-    is_changing = True
-    while is_changing:
-        is_changing = False
-        for sharing in holders.values():
-            common = math.gcd(*(sizes[block] for block in sharing))
-            is_changing |= any(sizes[block] != common for block in sharing)
-            sizes.update(dict.fromkeys(sharing, common))
-    return sizes
-
-
-def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], size: int) -> BlockSharding:
-    operators = {name for region in regions for name in region.operators}
-    parts = {result.name for region in regions for result in region.results}
-    parts.update(name for region in regions for name in region.losses)
-    cut = {parameter.name for region in regions for parameter in region.parameters}
-    nodes = {node.name: node for node in graph.nodes}
-    own = [nodes[name] for name in block.nodes]
-    held = [p for p in graph.parameters if p.name in cut]
-    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
-    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
-    inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
-    summed = [_bytes(graph, name) for region in regions for name in region.sums]
-    for name in (name for region in regions for name in region.losses):
-        logits = nodes[nodes[name].inputs[0]].output
-        assert logits is not None
-        label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
-        summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
-    shared = [_bytes(graph, name) for region in regions for name in region.shared]
-    flops = sum(node.flops for node in own if node.name in operators)
-    # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
-    trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
-    weights = {name for p in trained for name in (p.name, *p.aliases)}
-    made = sum(node.flops for node in own if not weights.isdisjoint(node.inputs))
-    beside = sum(
-        nodes[result.name].flops
-        for region in regions
-        for result in region.results
-        if not (weights & cut).isdisjoint(nodes[result.name].inputs)
-        and not set(region.shared).isdisjoint(nodes[result.name].inputs)
-    )
-    return BlockSharding(
-        block=block.name,
-        degrees=tuple(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0),
-        flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
-        parameter_bytes=sum(p.bytes for p in held),
-        trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
-        saved_share=min((sum(saved.values()) + inside) / block.saved_bytes, 1.0)
-        if block.saved_bytes
-        else 0.0,
-        forward_sums=len(summed),
-        forward_sum_bytes=sum(summed),
-        backward_sums=len(shared),
-        backward_sum_bytes=sum(shared),
-        beside_share=min(beside / made, 1.0) if made else 0.0,
-    )
-
-
-def _bytes(graph: OpGraph, name: str) -> int:
-    """Return the bytes of an operator's result, an input or a parameter, at the graph's number of samples."""
-    for parameter in graph.parameters:
-        if name in (parameter.name, *parameter.aliases):
-            return parameter.bytes
-    specs = [node.output for node in graph.nodes if node.name == name]
-    specs += [spec for spec in graph.inputs if spec.name == name]
-    spec = specs[0]
-    assert spec is not None, f"{name} is one tensor"
-    return spec.bytes_for(graph.num_samples)
-
 
 aten = torch.ops.aten
 
@@ -525,9 +367,36 @@ def find_sequence_parts(
         cuts[node] = cut
         found[node] = (cut, reads, joins.get(node))
     _drop_useless(found, parameters, needs_gradient)
-    return tuple(
-        _sequence_part(node, *own, parameters, called, needs_gradient) for node, own in found.items()
-    )
+    region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
+    read = [
+        {called.get(n, n) for n in (*region.shared,)} - {shard.name for shard in region.sliced}
+        for region in regions
+    ]
+    made = []
+    for node, own in found.items():
+        whole = {
+            (region, source.name) if region is not None and source.name in read[region] else None
+            for source, region in _whole_readers(node, found, region_of)
+        }
+        (region_and_name,) = whole if len(whole) == 1 else (None,)
+        part = _sequence_part(node, *own, parameters, called, needs_gradient)
+        gathered = region_and_name[1] if region_and_name is not None else ""
+        made.append(dataclasses.replace(part, gathered=gathered, is_gathered=bool(whole) and not gathered))
+    return tuple(made)
+
+
+def _whole_readers(
+    node: fx.Node, parts: Collection[fx.Node], region_of: Mapping[str, int]
+) -> Iterable[tuple[fx.Node, int | None]]:
+    """Yield what operators read of a whole result (it, or rows made of it), and the region of each; None: in none."""
+    for user in node.users:
+        if user in parts:
+            continue
+        if user.name not in region_of and user.op == "call_function" and flattened(user) is node:
+            for reader in user.users:
+                yield user, region_of.get(reader.name)
+        else:
+            yield node, region_of.get(user.name)
 
 
 def bias_of(node: fx.Node) -> fx.Node | None:

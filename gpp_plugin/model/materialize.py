@@ -553,8 +553,7 @@ class ModuleHolder:
             for name, shard in cut.items():
                 mark_part(module.get_parameter(name), shard)
             for name in partial_parameters(reference, plan, index):
-                of_positions: Any = module.get_parameter(name)
-                of_positions.sequence_parallel = True
+                module.get_parameter(name).sequence_parallel = True  # type: ignore[attr-defined]
             modules.append(module)
         return tuple(modules)
 

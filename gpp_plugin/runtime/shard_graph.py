@@ -319,9 +319,9 @@ class _Writer:
         if source.name in self._sequence:
             return self._copies[source]
         if source not in self._own_positions:
-            made = own_positions(self._ranks, part.operands[name])
+            target = own_positions(self._ranks, part.operands[name])
             args = (self._read(source),)
-            self._own_positions[source] = self._add(made, args, reader, f"tensor_{source.name}_own", source)
+            self._own_positions[source] = self._add(target, args, reader, f"tensor_{source.name}_own", source)
         return self._own_positions[source]
 
     def _flat_region(self, node: fx.Node) -> int | None:
@@ -351,11 +351,12 @@ class _Writer:
             product = self._add(node.target, args, node, f"tensor_{node.name}_product", node)
         bias = bias_of(source)
         total = scattered(self._ranks, part.axis)
-        args, target = (product,), total
-        if bias is not None:
+        if bias is None:
+            last = self._graph.create_node("call_function", total, (product,), {}, name=node.name)
+        else:
             whole = self._add(total, (product,), node, f"tensor_{node.name}_sum", node)
-            target, args = aten.add.Tensor, (whole, self._read(bias))
-        last = self._graph.create_node("call_function", target, args, {}, name=node.name)
+            args = (whole, self._read(bias))
+            last = self._graph.create_node("call_function", aten.add.Tensor, args, {}, name=node.name)
         last.meta = dict(node.meta)
         return last
 

@@ -41,9 +41,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.capture.find_regions import regions_of_stage, sequence_of_stage
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.analysis import TensorShard
+from gpp_plugin.ir.analysis import TensorShard, regions_of_stage, sequence_of_stage
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.collectives import all_reduce, begin_all_reduce, finish

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.find_regions import regions_of_stage
-from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, sequence_in
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, regions_of_stage, sequence_in
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime import tensor_ranks
 from gpp_plugin.runtime.shard_graph import shard_graph

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.find_regions import regions_of_stage, sequence_of_stage
 from gpp_plugin.capture.mask_values import repeated_operands
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, with_records
@@ -30,7 +29,7 @@ from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
-from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
+from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState, regions_of_stage, sequence_of_stage
 from gpp_plugin.ir.block_graph import BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec

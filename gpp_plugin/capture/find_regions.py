@@ -372,7 +372,7 @@ def find_sequence_parts(
         {called.get(n, n) for n in (*region.shared,)} - {shard.name for shard in region.sliced}
         for region in regions
     ]
-    made = []
+    parts = []
     for node, own in found.items():
         whole = {
             (region, source.name) if region is not None and source.name in read[region] else None
@@ -381,8 +381,8 @@ def find_sequence_parts(
         (region_and_name,) = whole if len(whole) == 1 else (None,)
         part = _sequence_part(node, *own, parameters, called, needs_gradient)
         gathered = region_and_name[1] if region_and_name is not None else ""
-        made.append(dataclasses.replace(part, gathered=gathered, is_gathered=bool(whole) and not gathered))
-    return tuple(made)
+        parts.append(dataclasses.replace(part, gathered=gathered, is_gathered=bool(whole) and not gathered))
+    return tuple(parts)
 
 
 def _whole_readers(

@@ -1,30 +1,20 @@
-"""What the tensor ranks of a data position do together inside a task, and a captured graph as one of them computes it.
+"""What the tensor ranks of a data position do together inside a task.
 
-The ranks' collectives are operators of a stage's generated code:
+The ranks' collectives are operators of a stage's generated code (`shard_graph`):
 
-    shared    x ──► x      backward: the gradients of all ranks summed     where a region begins
-    summed    x ──► sum    backward: the gradient as it is                 where a region ends
-    joined    part of a parameter ──► whole    backward: its own part      where a whole one is read
-    drawn     a number that all of them have                               in front of what draws at random
+    shared     x ──► x      backward: the gradients of all ranks summed     where a region begins
+    shared     part of x ──► x      backward: the sum at its positions     where it begins behind parts of positions
+    summed     x ──► sum    backward: the gradient as it is                 where a region ends
+    scattered  x ──► the sum at its positions    backward: the whole of the parts    where it ends in front of parts
+    gathered   part of x ──► x      backward: its own part                 where all ranks compute the same behind parts
+    joined     part of a parameter ──► whole    backward: its own part      where a whole one is read
+    drawn      a number that all of them have                               in front of what draws at random
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
 So each forward of a micro-batch takes one number, which the group's first rank draws from torch's generator and sends
-from host to host; every operator that draws seeds the generators by it, by its own place in the code and, inside a
-region, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's
-generator.
-
-A graph has regions on a rank's own parts, and sums where they end (`shard_graph`):
-
-    captured                            rank 0 of 2
-    h = norm(x)                         h = norm(x)
-                                        s = shared(h)              its linear readers' weight gradients: beside the sum
-    q = linear(h, wq)                   q = linear(s, wq)          wq is this rank's rows
-    v = view(q, [2, 8, 4, 8])           v = view(q, [2, 8, 2, 8])
-    o = linear(a, wo, bo)               p = linear(a, wo)          wo is this rank's columns
-                                        t = summed(p)
-                                        o = add(t, bo)
-
-Operators keep their names; what is put between them is marked (`ADDED`) and belongs to the block of its neighbour.
+from host to host; every operator that draws seeds the generators by it, by its own place in the code and, where the
+rank has a part, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores
+torch's generator.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; dropout by seeds: this project
 Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py

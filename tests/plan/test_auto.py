@@ -135,7 +135,7 @@ def test_one_size_and_the_model_in_a_line_are_searched_where_the_budget_was_used
     assert all(each.dependencies().number_of_edges() == len(graph.blocks) - 1 for each in in_line)
 
 
-@pytest.mark.parametrize("seed", [0, 2])
+@pytest.mark.parametrize("seed", [0, 2, 4, 11, 16, 20])
 def test_more_memory_gives_no_longer_step_under_the_schedule_that_plans_get(seed: int) -> None:
     """T5-large on 16: 80 GB gave 142.7 ms and 48 GB 141.2, as plans were compared under 1F1B alone."""
     rng = random.Random(17_000_009 * (seed + 1))

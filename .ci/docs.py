@@ -61,10 +61,14 @@ def with_layers(text: str) -> str:
 
 
 def with_contract(text: str) -> str:
-    """Return porting.md with its table of what differs, as ``docs/contract.toml`` has it."""
-    scenarios = tomllib.loads((ROOT / "docs" / "contract.toml").read_text(encoding="utf-8"))["scenario"]
-    rows = [[own["of"], own["what"], own["here"], own.get("why", "")] for own in scenarios]
-    return with_table(text, "of", "DeepSpeed's", "here", "why, or what to use", rows=rows)
+    """Return porting.md with its tables of what differs, as the scenarios of `gpp bench peers` have it."""
+    from gpp_benchmarks.peers import all_scenarios
+
+    rows: dict[str, list[list[str]]] = {"deepspeed": [], "torch": []}
+    for own in all_scenarios():
+        rows[own.peer].append([own.of, own.what, own.here, own.why])
+    text = with_table(text, "of", "DeepSpeed's", "here", "why, or what to use", rows=rows["deepspeed"])
+    return with_table(text, "of", "torch's", "here", rows=[row[:3] for row in rows["torch"]])
 
 
 def with_table(text: str, *titles: str, rows: Sequence[Sequence[str]]) -> str:

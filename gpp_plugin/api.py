@@ -21,6 +21,7 @@ planners, whether or not this module was imported, ``gpp_plugin.api.plan`` alway
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -203,6 +204,8 @@ def plan_for(
         PlanError, PlanInfeasible: as `plan`.
     """
 
+    _check_is_request(request)
+
     def make(request: PlanRequest) -> PipelinePlan:
         made = schedule_plan(make_plan(planner, request), request, schedule=schedule, slicing=slicing)
         return share_ranks(made, request, schedule=schedule)
@@ -310,6 +313,7 @@ def validate(plan: PipelinePlan, request: PlanRequest | None = None) -> None:
     """
     _check_is_plan(plan)
     if request is not None:
+        _check_is_request(request)
         validate_for(plan, request)
     else:
         check_form(plan)
@@ -329,6 +333,8 @@ def format_timeline(
         width: columns of the time axis.
         screen: columns of everything, instead.
     """
+    _check_kind("timeline", timeline, Timeline, "make one with simulate(plan)")
+    _check_is_plan(plan)
     if plan.mode == "async" and timeline.source != "measured":
         plan = lengthened(plan, num_windows(windows_of(plan)))
     return timeline_chart.format_timeline(timeline, plan, width=width, screen=screen)
@@ -338,8 +344,15 @@ def save(value: PipelinePlan | Timeline, path: str | Path) -> None:
     """Write a plan or a timeline to a JSON file; a plan that could not be read again is not written.
 
     Raises:
-        GppError: what is wrong with the plan.
+        GppError: what is wrong with the plan, or no file can be written there.
     """
+    _check_kind("value", value, (PipelinePlan, Timeline), "give what plan() or simulate() returns")
+    if not isinstance(path, str | Path) or not str(path).strip() or "\0" in str(path):
+        raise ConfigError(f"path: {path!r} is no path; give that of a file to write")
+    try:
+        serialize.output_path(str(path))
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"path: {error}") from None
     if isinstance(value, PipelinePlan):
         write_plan(value, path)
     else:
@@ -355,10 +368,19 @@ def load_plan(path: str | Path) -> PipelinePlan:
     return read_plan(path)
 
 
+def _check_kind(name: str, value: object, kinds: type | tuple[type, ...], fix: str) -> None:
+    """Refuse an argument of another type."""
+    if not isinstance(value, kinds):
+        raise ConfigError(f"{name}: {str(value)[:80]!r} is a {type(value).__name__}; {fix}")
+
+
 def _check_is_plan(value: object) -> None:
     """Refuse what is no plan: mostly the name of a file that holds one."""
-    if not isinstance(value, PipelinePlan):
-        raise ConfigError(f"plan: {value!r} is a {type(value).__name__}; read a file with load_plan(path)")
+    _check_kind("plan", value, PipelinePlan, "read a file with load_plan(path)")
+
+
+def _check_is_request(value: object) -> None:
+    _check_kind("request", value, PlanRequest, "make one with make_request(model, cluster)")
 
 
 def _check_times(plan: PipelinePlan) -> None:

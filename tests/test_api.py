@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +12,7 @@ import pytest
 import gpp_plugin
 import gpp_plugin.api as api
 from gpp_plugin.cli import main
-from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
+from gpp_plugin.errors import ConfigError, GppError, PlanError, PlanInfeasible
 from gpp_plugin.ir.serialize import load
 from gpp_plugin.plan.cluster_files import read_cluster
 from tests.models import build
@@ -79,6 +80,40 @@ def test_a_file_in_place_of_a_plan_is_told_how_to_be_read(function) -> None:
     line = r"^plan: 'plan.json' is a str; read a file with load_plan\(path\)$"
     with pytest.raises(ConfigError, match=line):
         function("plan.json")
+
+
+def wrong_calls(made: api.PipelinePlan, folder: Path) -> dict[str, Callable[[], object]]:
+    """Return calls with an argument of a wrong type, or a path that is none, by the beginning of what refuses them."""
+    (folder / "file").write_text("")
+    timeline = api.simulate(made)
+    return {
+        "path: None is no path; give that of a file": lambda: api.save(made, None),  # type: ignore[arg-type]
+        "path: 5 is no path": lambda: api.save(made, 5),  # type: ignore[arg-type]
+        "path: '' is no path": lambda: api.save(timeline, ""),
+        "path: 'a....b' is no path": lambda: api.save(timeline, "a\0b"),
+        f"path: {folder} cannot be written .it is a directory.; give another": lambda: api.save(made, folder),
+        f"path: {folder}/file/x cannot be written": lambda: api.save(made, folder / "file" / "x"),
+        "value: '5' is a int; give what plan": lambda: api.save(5, folder / "x"),  # type: ignore[arg-type]
+        '"None": is no path .*; give the path of a': lambda: api.load_plan(None),  # type: ignore[arg-type]
+        '"7": is no path': lambda: api.load_plan(7),  # type: ignore[arg-type]
+        r"cluster: 'None' is a NoneType; give a name \(": lambda: api.plan("mmt", None),  # type: ignore[arg-type]
+        r"cluster: '\[\]' is a list; give a name": lambda: api.plan("mmt", []),  # type: ignore[arg-type]
+        "cluster: '5' is a int": lambda: api.simulate(made, 5),  # type: ignore[arg-type]
+        "request: '5' is a int; make one": lambda: api.validate(made, 5),  # type: ignore[arg-type]
+        "request: 'x' is a str": lambda: api.plan_for("x"),  # type: ignore[arg-type]
+        "timeline: '5' is a int": lambda: api.format_timeline(5, made),  # type: ignore[arg-type]
+        "plan: '6' is a int": lambda: api.format_timeline(timeline, 6),  # type: ignore[arg-type]
+    }
+
+
+def test_an_argument_of_a_wrong_type_is_one_line_with_its_name(
+    made: api.PipelinePlan, tmp_path: Path
+) -> None:
+    for line, call in wrong_calls(made, tmp_path).items():
+        with pytest.raises(GppError, match=f"^{line}") as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "what is refused writes nothing"
 
 
 def test_several_lengths_are_planned_for_their_mean_time_and_the_longest_memory() -> None:

@@ -168,7 +168,7 @@ def read_text(path: str | Path, *, what: str, max_bytes: int = SMALL_BYTES) -> s
     except OSError as error:
         reason = error.strerror or str(error)
         raise ReadError(f"{shown_path(path)}: cannot be read ({reason}); give the path of {what}") from error
-    except ValueError as error:  # a path with a NUL in it
+    except (ValueError, TypeError) as error:  # a path with a NUL in it; what is no text
         raise ReadError(f"{show(str(path))}: is no path ({error}); give the path of {what}") from error
     if len(content) > max_bytes:
         raise ReadError(

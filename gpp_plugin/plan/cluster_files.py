@@ -64,6 +64,11 @@ def read_cluster(
     """
     if isinstance(source, dict):
         return _cluster_of(source, "cluster", num_devices, dtype)
+    if not isinstance(source, str | Path):
+        raise ConfigError(
+            f"cluster: {str(source)[:_LONGEST_NAME]!r} is a {type(source).__name__}; give a name "
+            f"({', '.join(cluster_names())}), a file or a description"
+        )
     path = Path(source)
     if not os.path.isfile(path) and path.suffix == "":
         path = CLUSTER_DIR / f"{source}.json"

@@ -281,7 +281,7 @@ def _rank_problem(
 NUM_FITTED = 4
 """Candidates of a search that are fitted tensor by tensor and evaluated."""
 NEAR = 1.1
-"""Times the best step known, up to which what was planned without a thought of memory is refined."""
+"""Times the best step known, up to which what other searches found is refined."""
 LEAST_BUDGET = 20_000
 
 Search = Callable[[PlanRequest, StageFitter | None], list[Candidate]]

@@ -67,12 +67,17 @@ def train(model: Tied, optimizer: torch.optim.Optimizer, steps: int) -> list[flo
     return losses
 
 
+COUNTED: dict[str, Any] = {"samples": 12, "lr_scheduler": {"last_epoch": 3, "_last_lr": [0.1, 0.2]}}
+"""What a schedule and its counters are in a file."""
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, list[float]]:
     """Return a file that one process wrote after three steps, and its next losses."""
     model, optimizer = make(0)
     train(model, optimizer, 3)
-    torch.save({"module": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "one.pt")
+    told = {"module": model.state_dict(), "optimizer": optimizer.state_dict(), **COUNTED}
+    torch.save(told, tmp_path / "one.pt")
     return tmp_path / "one.pt", train(model, optimizer, 4)
 
 
@@ -92,6 +97,8 @@ def test_there_and_back_bit_for_bit(saved: tuple[Path, list[float]], tmp_path: P
         assert main(["convert", str(path), str(out), "--to", way]) == 0
         path = out
     assert go_on(path) == losses
+    told = torch.load(path, weights_only=True)
+    assert {key: told[key] for key in COUNTED} == COUNTED
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: Any) -> str:
@@ -189,6 +196,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_clipping": 0.0,  # DeepSpeed's default is 1.0, of two stages that share a weight by another norm
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 2e-2, "warmup_num_steps": 9}},
     "steps_per_print": 1000,
 }
 
@@ -238,6 +246,7 @@ def continue_stock(directory: str) -> list[float]:
     config = {**CONFIG, "graph_pipeline": {"stages": 2, "verify": False, "comm_timeout_s": 60}}
     engine = deepspeed.initialize(model=model, config=config)[0]
     assert engine.load_checkpoint(directory)[0] is not None and engine.global_steps == 3
+    assert engine.global_samples == 24 and engine.lr_scheduler.last_batch_iteration == 2
     return [float(engine.train_batch(iter([texts(step)]))) for step in range(3, 8)]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import random
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from gpp_plugin.engine.loading.rank_shard import Share, ShareReader
 from gpp_plugin.engine.loading.row_loader import RowLoader, make_loader
 from gpp_plugin.engine.loading.training_data import repeat
 from gpp_plugin.ir.tensors import SampleRange
-from tests.integrations.engine_jobs import B, config_of
+from tests.integrations.engine_jobs import B, config_of, said_of
 from tests.models import build
 
 WIDTH, ROWS = 8, 6
@@ -290,6 +291,37 @@ def train_on_tuples() -> dict[str, list[Any]]:
             answers["evaluated"] = [float(engine.eval_batch(iter([batch]))) for _ in range(2)]
         engine.destroy()
     return answers
+
+
+def begin_late(way: str) -> dict[str, Any]:
+    """Two steps of an engine whose training data fits no positions of ``forward`` until a call says what does.
+
+    ``wanted`` are those of an engine whose data has names from the start.
+    """
+    import deepspeed
+
+    samples = Samples()
+    items = [samples[index] for index in range(20)]
+    turned = [(0.0, item["labels"], item["x"]) for item in items]
+    rows = [{"x": samples.x[n : n + B], "labels": torch.arange(n, n + B) % 3} for n in (0, B)]
+    answer: dict[str, Any] = {}
+    for kind, data in (("wanted", items), ("losses", turned)):
+        torch.manual_seed(0)
+        config = config_of(block={"stages": 2})
+        engine, *given = deepspeed.initialize(model=Classes(), config=config, training_data=data)
+        if kind == "losses":
+            answer["given"] = given
+            names = ("train_batch", "optimizer")
+            answer["said"] = [said_of(functools.partial(getattr, engine, name)) for name in names]
+            answer["wrong"] = said_of(functools.partial(engine.set_batch_fn, list))
+        if way != "set_batch_fn":
+            engine.set_dataloader(rows if way == "loader" else iter(rows))
+        elif kind == "losses":
+            engine.set_batch_fn(lambda batch: {"x": batch[2], "labels": batch[1]})
+        answer[kind] = [float(engine.train_batch()) for _ in range(2)]
+        answer["kind"], answer["optimizer"] = type(engine).__name__, engine.optimizer is not None
+        engine.destroy()
+    return answer
 
 
 def tell_of_ones() -> dict[str, Any]:

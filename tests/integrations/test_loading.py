@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
+import re
 import weakref
 from typing import Any
 
@@ -195,6 +196,18 @@ def test_tuples_are_what_the_model_is_called_with() -> None:
                 assert loss == want
                 assert all(torch.equal(gradient, wanted[name]) for name, gradient in gradients.items())
         assert found["iterators"] == found["evaluated"]
+
+
+@pytest.mark.parametrize("way", ["set_batch_fn", "loader", "iterator"])
+def test_data_without_names_wait_for_the_call_that_gives_them(way: str) -> None:
+    line = "has 3 entries, and forward of Classes takes 2 by position .*call engine.set_batch_fn"
+    for answer in run_kept_ranks(jobs.begin_late, 2, way):
+        assert answer["losses"] == answer["wanted"]
+        assert answer["given"] == [None, None, None]
+        assert answer["kind"] == "GraphPipelineEngine" and answer["optimizer"]
+        for name, said in zip(("train_batch", "optimizer"), answer["said"], strict=True):
+            assert re.match(f"ConfigError: engine.{name}: a batch {line}", said)
+        assert re.match(f"UnnamedBatch: a batch {line}", answer["wrong"])
 
 
 class OnePair(nn.Module):

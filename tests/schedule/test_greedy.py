@@ -4,7 +4,8 @@ import pytest
 
 from gpp_plugin.errors import ScheduleError
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.build import build_schedules
+from gpp_plugin.schedule.build import build_schedules, plan_in_flight
+from gpp_plugin.schedule.orders import greedy
 from gpp_plugin.schedule.orders.greedy import greedy_schedule
 from gpp_plugin.simulate.predict import simulate_plan
 from tests.schedule.plans import chain_plan, simple_plan
@@ -71,3 +72,18 @@ def test_cap():
     fan = simple_plan([1, 4], [(0, 1)], mini_batch=8)
     with pytest.raises(ScheduleError, match="no order that holds 3 micro-batches"):
         greedy_schedule(fan, 0, {1: build_schedules(fan)[1]}, most_in_flight=3)
+
+
+def test_an_order_is_searched_once_for_its_count_and_for_its_build():
+    """The in-flight counts of a plan come of the orders that are then built; each is one search a stage."""
+    plan = chain_plan(4, 6).with_each(
+        schedule=["greedy"] * 4, forward_us=[3, 7, 2, 5], backward_us=[6, 13, 5, 9]
+    )
+    greedy._search.cache_clear()
+    counted = plan.with_each(in_flight=plan_in_flight(plan))
+    built = build_schedules(counted)
+    assert [order.num_in_flight for order in built] == [stage.in_flight for stage in counted.stages]
+    assert greedy._search.cache_info().misses == 4
+    held = built[0].num_in_flight
+    less = greedy_schedule(counted, 0, dict(enumerate(built)), most_in_flight=held - 1)
+    assert less.num_in_flight == held - 1 and greedy._search.cache_info().misses == 5

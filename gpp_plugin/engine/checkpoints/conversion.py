@@ -4,7 +4,7 @@ Checkpoints of DeepSpeed's `PipelineModule` are read, too. Their names are numbe
 `WholeState.renamed` turn into a model's.
 
     gpp          <dir>/<tag>/            this package's, of any plan
-    torch        one file                {"module", "optimizer", "step"}: `load_state_dict` of a model and its optimizer
+    torch        one file                {"module", "optimizer", "lr_scheduler", "step", "samples"}
     universal    a directory             zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt, module.pt
     pipeline     <dir>/<tag>/            layer_00-model_states.pt ..., mp_rank_00_model_states.pt ...; read alone
 
@@ -37,6 +37,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     MANIFEST,
     MASTER,
     MOMENTS,
+    MOST_DEPTH,
     STATE,
     WEIGHT,
     CheckpointManifest,
@@ -44,6 +45,7 @@ from gpp_plugin.engine.checkpoints.checkpoint_files import (
     parsing,
     plain_of,
     read_manifest,
+    read_text,
     to_json,
 )
 from gpp_plugin.engine.checkpoints.optimizer_pieces import check_like
@@ -57,6 +59,7 @@ from gpp_plugin.engine.checkpoints.save_checkpoint import (
 )
 from gpp_plugin.engine.checkpoints.saved_tensors import CheckpointTensors, TensorPlace
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.ir.serialize import parse_json
 
 _PARAMETER_NAME = re.compile(r"^[A-Za-z0-9_.]+$")
 
@@ -71,7 +74,8 @@ class WholeState:
         optimizer: class of the optimizer; empty where there is none.
         state: by trained parameter, what the optimizer keeps of it.
         groups: names and options.
-        step: optimizer steps so far.
+        step: optimizer steps so far; ``samples`` are those they were of, 0 where that is not known.
+        schedule: state of the learning-rate scheduler; None where there is none.
     """
 
     weights: dict[str, Tensor]
@@ -81,6 +85,8 @@ class WholeState:
     state: dict[str, dict[str, Any]] = field(default_factory=dict)
     groups: list[tuple[list[str], dict[str, Any]]] = field(default_factory=list)
     step: int = 0
+    samples: int = 0
+    schedule: dict[str, Any] | None = None
 
     def renamed(self, names: Mapping[str, str]) -> WholeState:
         """Return it with other names.
@@ -108,6 +114,8 @@ class WholeState:
             state={names[name]: value for name, value in self.state.items()},
             groups=[([names[name] for name in group], options) for group, options in self.groups],
             step=self.step,
+            samples=self.samples,
+            schedule=self.schedule,
         )
 
     def checked(self, source: Path) -> WholeState:
@@ -128,7 +136,12 @@ class WholeState:
                 raise CheckpointError(
                     f"{file}: a parameter group has {str(unknown[0])[:60]!r}, which is no weight"
                 )
-        check_like(0, self.step, "step", file=file, name="step")
+        for name, number in (("step", self.step), ("samples", self.samples)):
+            check_like(0, number, name, file=file, name=name)
+        if not isinstance(self.schedule, dict | None):
+            raise CheckpointError(
+                f"{file}: the state of its scheduler is {str(self.schedule)[:60]!r}, no dict"
+            )
         return self
 
 
@@ -164,6 +177,8 @@ def _read_checkpoint(path: Path) -> WholeState:
         tensors = {what: whole(what, name) for what in saved.tensor_kinds(name)}
         return {**tensors, **saved.shared_state(manifest.numbers[name], of=MANIFEST)}
 
+    text = read_text(path, STATE, expected=manifest.texts[STATE])
+    engine = saved.shared_state(parse_json(text, what=STATE, max_depth=MOST_DEPTH)["engine"])
     return WholeState(
         weights={
             name: whole(MASTER if saved.has(MASTER, name) else WEIGHT, name)
@@ -179,6 +194,8 @@ def _read_checkpoint(path: Path) -> WholeState:
             if group.names
         ],
         step=manifest.step,
+        samples=engine["counters"]["global_samples"],
+        schedule=engine.get("learning_rates", {}).get("scheduler"),
     )
 
 
@@ -216,7 +233,11 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
     files = {"model-00-whole.safetensors": model}
     if state.optimizer:
         files["optimizer-00-whole-00000.safetensors"] = optimizer
-    counters = {"global_steps": state.step, "skipped_steps": 0, "global_samples": 0}
+    counters = {"global_steps": state.step, "skipped_steps": 0, "global_samples": state.samples}
+    engine: dict[str, Any] = {"counters": counters}
+    if state.schedule is not None:
+        rates = {"groups": [options for _, options in state.groups], "scheduler": state.schedule}
+        engine["learning_rates"] = to_json(rates, path="learning_rates", tensors=None)
     groups = [
         SavedGroup(
             number=number,
@@ -230,7 +251,7 @@ def write_checkpoint(state: WholeState, directory: Path, tag: str) -> Path:
         tag=tag,
         temporary=places.begin(directory, tag),
         files=RankFiles(files=files, optimizer=state.optimizer, numbers=numbers, groups=groups),
-        texts={STATE: plain_of({"engine": {"counters": counters}, "client_state": {}, "data": None})},
+        texts={STATE: plain_of({"engine": engine, "client_state": {}, "data": None})},
         head=_head(state),
         options=SaveOptions(),
     )
@@ -337,7 +358,12 @@ def _read_pipeline(directory: Path) -> WholeState:
             "own ds_to_universal.py (--inject_missing_state), and give what that writes"
         )
     buffers = {name for rank in ranks for name in rank.get("buffer_names") or ()}
-    state = WholeState(weights={}, step=max((int(rank["global_steps"]) for rank in ranks), default=0))
+    state = WholeState(
+        weights={},
+        step=max((int(rank["global_steps"]) for rank in ranks), default=0),
+        samples=max((int(rank.get("global_samples") or 0) for rank in ranks), default=0),
+        schedule=ranks[0].get("lr_scheduler") if ranks else None,
+    )
     trained: dict[int, list[str]] = {}
     for number, layer in sorted(layers.items()):
         first = next((other for other in trained if _is_copy(layer, layers[other])), None)
@@ -458,6 +484,7 @@ def write_torch(state: WholeState, path: Path) -> None:
         ],
     }
     data = {"module": module, "optimizer": optimizer, "optimizer_class": state.optimizer, "step": state.step}
+    data |= {"samples": state.samples, "lr_scheduler": state.schedule}
     _save(data, path)
 
 
@@ -508,6 +535,8 @@ def _read_torch(path: Path) -> WholeState:
         state=state,
         groups=groups,
         step=int(data.get("step") or max((float(s.get("step", 0)) for s in state.values()), default=0)),
+        samples=int(data.get("samples") or 0),
+        schedule=data.get("lr_scheduler"),
     )
 
 
@@ -564,6 +593,8 @@ def write_universal(state: WholeState, directory: Path) -> None:
             "param_groups": options,
             "optimizer_class": state.optimizer,
             "step": state.step,
+            "samples": state.samples,
+            "lr_scheduler": state.schedule,
             "names": {name: list(state.aliases.get(name, ())) for name in (*state.weights, *state.buffers)},
             "buffers": list(state.buffers),
         },
@@ -620,6 +651,12 @@ def _read_universal(directory: Path) -> WholeState:
         groups=groups,
         step=int(
             data.get("step") or max([*steps, *(int(rank["global_steps"]) for rank in ranks)], default=0)
+        ),
+        samples=int(
+            data.get("samples") or max((int(rank.get("global_samples") or 0) for rank in ranks), default=0)
+        ),
+        schedule=next(
+            (told.get("lr_scheduler") for told in (data, *ranks) if told.get("lr_scheduler")), None
         ),
     )
 

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -57,7 +58,7 @@ from gpp_plugin.integrations.deepspeed.stage_optimizer import (
 )
 from gpp_plugin.integrations.deepspeed.stock_training import make_stock_engine
 from gpp_plugin.ir.plan import PipelinePlan
-from gpp_plugin.model.graph.stage_graph import StageGraph, named_batch, prepare_batch
+from gpp_plugin.model.graph.stage_graph import StageGraph, UnnamedBatch, named_batch, prepare_batch
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.baselines.stock_chain import STOCK
 from gpp_plugin.plan.edge_transports import NATIVE
@@ -212,11 +213,33 @@ def _initialize(
         sizes = setting.sizes
         count = sizes.mini_batch if block.units is None else sizes.loss_unit
         named = functools.partial(named_batch, model)
-        sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn, named=named)
+        try:
+            sample = sample_from_dataset(data, num_samples=count, collate_fn=collate_fn, named=named)
+        except UnnamedBatch as error:
+            if block.planner == STOCK:
+                raise
+            begin = functools.partial(_make_engine, ds_config, block, model, call, setting)
+            return _UnbegunEngine(error, begin), None, None, None
         if not is_counted(sample):  # of a model that takes whole units; what is captured is one of them
             sample = sample_from_dataset(
                 data, num_samples=sizes.loss_unit, collate_fn=collate_fn, named=named
             )
+    engine = _make_engine(ds_config, block, model, call, setting, sample)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _make_engine(
+    ds_config: dict[str, Any],
+    block: GraphPipelineConfig,
+    model: Any,
+    call: Mapping[str, Any],
+    setting: Setting,
+    sample: Any,
+    *,
+    begun: GraphPipelineEngine | None = None,
+) -> Any:
+    """Return the engine that trains ``model``; where there is one that has not begun, that one; collective."""
+    data, collate_fn = call.get("training_data"), call.get("collate_fn")
     sample = prepare_batch(model, sample)
     if block.lengths is not None:
         if block.planner == STOCK:
@@ -253,21 +276,64 @@ def _initialize(
         "training_data": data,
         "collate_fn": collate_fn,
     }
-    engine: Any
     if block.planner == STOCK:
         assert not isinstance(model, StageGraph), "refused above"
-        engine = make_stock_engine(model=model, **framework.optimizer_options, **common)
-    else:
-        source = ModelSource(model, config=block, setting=setting)
-        engine = GraphPipelineEngine(
-            source=source,
-            framework=framework.name,
-            make_optimizer=framework.make_optimizer,
-            check_shared_out=framework.check_shared_out,
-            make_monitor=framework.make_monitor,
-            **common,
-        )
-    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+        return make_stock_engine(model=model, **framework.optimizer_options, **common)
+    if begun is None:
+        begun = GraphPipelineEngine.__new__(GraphPipelineEngine)
+    begun.__class__ = GraphPipelineEngine
+    GraphPipelineEngine.__init__(
+        begun,
+        source=ModelSource(model, config=block, setting=setting),
+        framework=framework.name,
+        make_optimizer=framework.make_optimizer,
+        check_shared_out=framework.check_shared_out,
+        make_monitor=framework.make_monitor,
+        **common,
+    )
+    return begun
+
+
+class _UnbegunEngine(GraphPipelineEngine):
+    """An engine whose training data lacks names, until `set_batch_fn` or `set_dataloader` brings a batch that has them.
+
+    The same object is then an ordinary engine. Everything else it refuses, as its data was.
+
+    Args:
+        refusal: why no batch of the data can be captured.
+        begin: makes the engine of a sample batch.
+    """
+
+    def __init__(self, refusal: UnnamedBatch, begin: Callable[..., Any]) -> None:
+        nn.Module.__init__(self)
+        self._refusal, self._begin = refusal, begin
+
+    def __getattribute__(self, name: str) -> Any:
+        # the third is what a module's own constructor reads; what no engine has is no attribute here, too
+        is_open = name in ("set_batch_fn", "set_dataloader", "call_super_init")
+        if is_open or name.startswith("_") or not hasattr(GraphPipelineEngine, name):
+            return super().__getattribute__(name)
+        raise ConfigError(f"engine.{name}: {super().__getattribute__('_refusal')}")
+
+    def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
+        """Begin with what ``fn`` makes of the first samples; collective."""
+        self._begin_with(fn(self._refusal.batch), "set_batch_fn")
+        self.set_batch_fn(fn)
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Begin with the loader's first batch; collective."""
+        batches = iter(loader)
+        first = next(batches, None)
+        if first is None:
+            raise ConfigError("set_dataloader: the loader has no batch; give one that has")
+        self._begin_with(first, "set_dataloader")
+        # what can be iterated once only has given its first batch
+        self.set_dataloader(itertools.chain([first], batches) if batches is loader else loader)
+
+    def _begin_with(self, sample: Any, name: str) -> None:
+        begin = self._begin
+        with engine_call(name, is_fatal=lambda: True), restored_host_streams():
+            begin(sample, begun=self)
 
 
 def _checked_arguments(

@@ -197,8 +197,15 @@ class LearningRates:
         """Restore what `state_dict` returned, and `check` takes."""
         for group, saved in zip(self.mirror.param_groups, state["groups"], strict=True):
             group.update(saved)
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(state["scheduler"])
+        if self.scheduler is None:
+            return
+        self.scheduler.load_state_dict(state["scheduler"])
+        if any("lr" not in saved for saved in state["groups"]):
+            # converted from what has no options of groups: the schedule alone says the rate of the next step
+            own = self.scheduler
+            rates = own.get_last_lr() if isinstance(own, LRScheduler) else own.get_lr()
+            for group, rate in zip(self.mirror.param_groups, rates, strict=True):
+                group["lr"] = rate
 
 
 class LossScale:

@@ -273,11 +273,19 @@ def takes_return_loss(module: nn.Module) -> bool:
     return RETURN_LOSS in inspect.signature(module.forward).parameters
 
 
+class UnnamedBatch(ConfigError):
+    """The entries of a batch are not the arguments of ``forward`` by position; ``batch`` is what they are."""
+
+    def __init__(self, message: str, batch: Any) -> None:
+        super().__init__(message)
+        self.batch = batch
+
+
 def named_batch(model: nn.Module | StageGraph, batch: Any) -> Any:
     """Return a tuple of inputs, or one tensor, as a dict: positions are those of ``forward``, as in ``model(*batch)``.
 
     Raises:
-        ConfigError: there are no such positions.
+        UnnamedBatch: there are no such positions.
     """
     if not isinstance(batch, Tensor | list | tuple):
         return batch
@@ -285,11 +293,13 @@ def named_batch(model: nn.Module | StageGraph, batch: Any) -> Any:
     if values and all(isinstance(value, Mapping) for value in values):
         return batch  # samples that nothing has collated
     ways = (
-        "give deepspeed.initialize a collate_fn that returns a dict by argument names, or GraphPipelineModule(model, "
-        "sample_batch={...}) and engine.set_batch_fn(a function that makes such dicts)"
+        "give deepspeed.initialize a collate_fn that returns a dict by argument names, or call "
+        "engine.set_batch_fn(a function that makes such dicts) first"
     )
     if isinstance(model, StageGraph):
-        raise ConfigError(f"a batch is a {type(batch).__name__}, and stages read inputs by name: {ways}")
+        raise UnnamedBatch(
+            f"a batch is a {type(batch).__name__}, and stages read inputs by name: {ways}", batch
+        )
     parameters = [
         parameter
         for parameter in inspect.signature(model.forward).parameters.values()
@@ -297,10 +307,11 @@ def named_batch(model: nn.Module | StageGraph, batch: Any) -> Any:
     ]
     least = sum(parameter.default is parameter.empty for parameter in parameters)
     if not least <= len(values) <= len(parameters):
-        raise ConfigError(
+        raise UnnamedBatch(
             f"a batch has {len(values)} entries, and forward of {type(model).__name__} takes "
             f"{least if least == len(parameters) else f'{least} to {len(parameters)}'} by position "
-            f"({', '.join(parameter.name for parameter in parameters)}): {ways}"
+            f"({', '.join(parameter.name for parameter in parameters)}): {ways}",
+            batch,
         )
     return {parameter.name: value for parameter, value in zip(parameters, values, strict=False)}
 

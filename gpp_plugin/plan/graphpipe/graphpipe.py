@@ -59,6 +59,7 @@ from gpp_plugin.plan.graphpipe.stage_search import StageSearch, read_groups
 from gpp_plugin.plan.graphpipe.stage_table import TableMaker
 from gpp_plugin.plan.heterogeneous_devices import ranked_partitions
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for, levels_to_fit
+from gpp_plugin.plan.refine.plan_evaluator import PlanEvaluator, Score
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.request import BatchRules, PlanRequest, SearchReport, batch_rules
 from gpp_plugin.plan.selection import evaluated_plans, explain_infeasible, join_memory
@@ -169,6 +170,7 @@ def search_stages(
     num_refined: int = 2,
     is_thorough: bool = False,
     fitter: StageFitter | None = None,
+    worth_us: float = float("inf"),
 ) -> list[Candidate]:
     """Return candidates, best first: the frontier's partitions with all ranks shared out, then refined.
 
@@ -178,9 +180,11 @@ def search_stages(
         num_refined: how many of the best are refined.
         is_thorough: also start from plans for every number of stages.
         fitter: makes stages fit that do not; None: such stages are left out.
+        worth_us: the longest step of candidates that are refined, beside the best one.
     """
     report = trees.report
-    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter, report=report)
+    evaluator = PlanEvaluator(request, costs, fitter=fitter, scores=trees.scores)
+    refiner = Refiner(request, costs, rules, budget=budget, fitter=fitter, report=report, evaluator=evaluator)
     counts = _stage_counts(request, rules)
     candidates: list[Candidate] = []
     if counts is None:
@@ -209,8 +213,11 @@ def search_stages(
     candidates.sort(key=lambda candidate: candidate.score)
     if not candidates or candidates[0].score[0] > 0:
         refiner.budget = max(budget, MAX_BUDGET)  # a plan that fits is worth more than a quick answer
-    refined = []
+    refined: list[Candidate] = []
     for candidate in candidates[:num_refined]:
+        if refined and candidate.score[1] > worth_us:
+            refined.append(candidate)
+            continue
         if refiner.budget <= 0:
             report.leave_out(MOVES)
             refined.append(candidate)
@@ -620,7 +627,7 @@ class SearchTree:
 
 
 class SearchTrees:
-    """The trees of one model.
+    """The trees of one model, and the scores of its stages: what several searches of one request share.
 
     Args:
         costs: of the graph, on its cluster.
@@ -637,6 +644,7 @@ class SearchTrees:
         self._component = decompose(dependencies)
         self._longest = int(nx.dag_longest_path_length(dependencies, weight=None, default_weight=1)) + 1
         self._trees: dict[object, SearchTree] = {}
+        self.scores: dict[object, Score] = {}
 
     @property
     def is_in_runs(self) -> bool:

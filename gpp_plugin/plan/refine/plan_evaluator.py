@@ -160,6 +160,7 @@ class PlanEvaluator:
         schedule: of all stages of the plans that are made.
         budget: tasks of all simulations together.
         fitter: what a stage costs to fit where it does not; None: it then needs too much.
+        scores: those of stages without a fitter that were found under the same costs; filled.
     """
 
     def __init__(
@@ -171,8 +172,10 @@ class PlanEvaluator:
         budget: int = BUDGET,
         fitter: StageFitter | None = None,
         report: SearchReport | None = None,
+        scores: dict[object, Score] | None = None,
     ) -> None:
         self.request, self.costs, self.budget = request, costs, budget
+        self._scores = {} if scores is None or fitter is not None else scores
         self.num_simulated = 0
         self._schedule = schedule
         self._fitter = fitter
@@ -182,14 +185,19 @@ class PlanEvaluator:
 
     def score(self, drafts: Sequence[StageDraft]) -> Score:
         """Return the score of stages on ranks of their own, within Table 2's in-flight counts and their excess."""
-        plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
-        if self._fitter is not None:
-            plan = self._fitter.estimated(plan)
-        self.budget -= OVERHEAD + 2 * sum(plan.mini_batch // draft.micro_batch_size for draft in drafts)
-        times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
-        limits = self.request.rank_limits
-        excess = sum(max(0, s.memory_bytes - min(limits[rank] for rank in s.ranks)) for s in plan.stages)
-        return float(excess), estimate_plan_us(plan, self.costs), sum(t * t for t in times)
+        mini_batch, limits = self.request.mini_batch, self.request.rank_limits
+        # what was scored before costs as much, so that a search finds the same whatever came before it
+        self.budget -= OVERHEAD + 2 * sum(mini_batch // draft.micro_batch_size for draft in drafts)
+        key = limits, tuple(drafts)
+        if key not in self._scores:
+            plan = build_plan(self.request, drafts, planner="", costs=self.costs, is_named=False)
+            if self._fitter is not None:
+                plan = self._fitter.estimated(plan)
+            times = [(s.forward_us + s.backward_us) / s.micro_batch_size for s in plan.stages]
+            excess = sum(max(0, s.memory_bytes - min(limits[rank] for rank in s.ranks)) for s in plan.stages)
+            us = estimate_plan_us(plan, self.costs)
+            self._scores[key] = float(excess), us, sum(t * t for t in times)
+        return self._scores[key]
 
     def plan_of(self, drafts: Drafts) -> PipelinePlan:
         """Return the plan of these stages under its schedule, unnamed and unjudged, with the usual in-flight counts."""

@@ -21,6 +21,7 @@ Tests: tests/schedule/test_greedy.py
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
@@ -63,9 +64,30 @@ def greedy_schedule(
     #     B 3rd F0 F1 .  .  B0 B0 F2 B1 B1 .  B2 B2       F2 comes at 7, when the next stage is free: yes
     #
     # So it takes F0 F1 B0 F2 B1 B2 and holds two, where GPipe holds three and ends no earlier.
+    followers = stages_behind(plan)[stage]
+    fixed = tuple(behind[index] if index in followers else None for index in range(len(plan.stages)))
+    # The order does not depend on what the plan says stages hold: it is searched once for all such counts.
+    count = len(plan.stages)
+    alone = on_own_ranks(plan).with_each(in_flight=[1] * count, memory_bytes=[0] * count)
+    alone = dataclasses.replace(alone, notes=(), iteration_us=0.0)
+    found = _search(alone, stage, fixed, plan.num_micro_batches(stage))
+    # An order that holds no more than the cap is the one that is found under it.
+    if most_in_flight is None or found.num_in_flight <= most_in_flight:
+        return found
+    return _search(alone, stage, fixed, most_in_flight)
+
+
+@functools.lru_cache(maxsize=128)
+def _search(
+    plan: PipelinePlan, stage: int, behind: tuple[StageSchedule | None, ...], cap: int
+) -> StageSchedule:
+    """Return the order of one stage of ranks of its own that holds at most ``cap`` micro-batches.
+
+    Args:
+        behind: by stage, its schedule; None for those that do not depend on this one.
+    """
     count = plan.num_micro_batches(stage)
-    cap = count if most_in_flight is None else min(most_in_flight, count)
-    evaluator = _Evaluator(on_own_ranks(plan), stage, behind)
+    evaluator = _Evaluator(plan, stage, behind)
     goal = evaluator.running_us([*range(count), *(~m for m in range(count))]) * (1.0 + SLACK)
     order = [0]
     forward, backward = 1, 0
@@ -114,10 +136,13 @@ def _tasks(stage: int, order: Sequence[int]) -> tuple[Task, ...]:
 class _Evaluator:
     """The stage and all behind it as one task graph, run again for every order tried."""
 
-    def __init__(self, plan: PipelinePlan, stage: int, behind: Mapping[int, StageSchedule]) -> None:
+    def __init__(self, plan: PipelinePlan, stage: int, behind: Sequence[StageSchedule | None]) -> None:
         # Stages that this one does not send to run alone: without their edges they delay nothing.
-        followers = stages_behind(plan)[stage]
-        trained = {stage, *(index for index in followers if has_backwards(behind[index]))}
+        followers = {index for index, order in enumerate(behind) if order is not None}
+        trained = {
+            stage,
+            *(i for i, order in enumerate(behind) if order is not None and has_backwards(order)),
+        }
         edges = tuple(
             dataclasses.replace(edge, gradient_tensors=(*edge.batch_tensors, *edge.whole_tensors))
             if {edge.src, edge.dst} <= trained
@@ -127,8 +152,8 @@ class _Evaluator:
         )
         alone = dataclasses.replace(plan, edges=edges)
         schedules = [
-            behind[index] if index in followers else gpipe_schedule(index, plan.num_micro_batches(index))
-            for index in range(len(plan.stages))
+            order or gpipe_schedule(index, plan.num_micro_batches(index))
+            for index, order in enumerate(behind)
         ]
         self._graph: TaskGraph = build_task_graph(alone, schedules)
         self._durations = nominal_durations(self._graph)

@@ -190,6 +190,30 @@ MODEL_STREAMS = OwnStreams(follows_seeds=True)
 """What models of this process draw from on the host, as `torch.default_generator` is what its program draws from."""
 
 
+class AheadStreams:
+    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
+
+    Attributes:
+        number: of the last batch that was fetched, in its epoch.
+        before: the generators before that.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.before = host_streams()
+        self._resumed: list[HostStreams] = []
+
+    def resume(self, *streams: HostStreams) -> None:
+        """Let each of the next batches draw from one of these."""
+        self._resumed = list(streams)
+
+    def fetch(self, number: int) -> None:
+        """Note that a batch is fetched next."""
+        if self._resumed:
+            set_host_streams(self._resumed.pop(0))
+        self.number, self.before = number, host_streams()
+
+
 class WorkerStreams:
     """What workers that load have drawn, batch by batch, so that a resumed training draws the same behind it.
 

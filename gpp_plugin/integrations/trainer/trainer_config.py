@@ -29,6 +29,7 @@ from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.runtime.random_streams import (
+    AheadStreams,
     HostStreams,
     WorkerStreams,
     described_streams,
@@ -45,30 +46,6 @@ from gpp_plugin.runtime.random_streams import (
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-
-class AheadStreams:
-    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
-
-    Attributes:
-        number: of the last batch that was fetched, in its epoch.
-        before: the generators before that.
-    """
-
-    def __init__(self) -> None:
-        self.number = -1
-        self.before = host_streams()
-        self._resumed: list[HostStreams] = []
-
-    def resume(self, *streams: HostStreams) -> None:
-        """Let each of the next batches draw from one of these."""
-        self._resumed = list(streams)
-
-    def fetch(self, number: int) -> None:
-        """Note that a batch is fetched next."""
-        if self._resumed:
-            set_host_streams(self._resumed.pop(0))
-        self.number, self.before = number, host_streams()
 
 
 class WholeSteps(BatchSampler):

@@ -27,8 +27,10 @@ EXTRAS = {
     "onnxruntime": ["onnxruntime>=1.32", "onnxscript>=0.7", "onnx>=1.23"],
     "openvino": ["openvino>=2026.4"],
     "trainer": ["accelerate>=1.1", "transformers>=5.17"],
+    "trl": ["accelerate>=1.10.1", "datasets>=4.7", "peft>=0.18", "transformers>=5.17", "trl>=1.16"],
     "test": [
-        "accelerate>=1.1",
+        "accelerate>=1.10.1",
+        "datasets>=4.7",
         "megatron-core>=0.16",
         "peft>=0.18",
         "pytest>=8",
@@ -38,6 +40,7 @@ EXTRAS = {
         "shtab>=1.7",
         "tensorboard>=2.18",
         "transformers>=5.17",
+        "trl>=1.16",
     ],
     "dev": [
         "mutmut==3.8.1",

@@ -64,11 +64,12 @@ def with_contract(text: str) -> str:
     """Return porting.md with its tables of what differs, as the scenarios of `gpp bench peers` have it."""
     from gpp_benchmarks.peers import all_scenarios
 
-    rows: dict[str, list[list[str]]] = {"deepspeed": [], "torch": []}
+    rows: dict[str, list[list[str]]] = {"deepspeed": [], "torch": [], "files": []}
     for own in all_scenarios():
         rows[own.peer].append([own.of, own.what, own.here, own.why])
     text = with_table(text, "of", "DeepSpeed's", "here", "why, or what to use", rows=rows["deepspeed"])
-    return with_table(text, "of", "torch's", "here", rows=[row[:3] for row in rows["torch"]])
+    text = with_table(text, "of", "torch's", "here", rows=[row[:3] for row in rows["torch"]])
+    return with_table(text, "project", "its file", "here", "why, or what to use", rows=rows["files"])
 
 
 def with_table(text: str, *titles: str, rows: Sequence[Sequence[str]]) -> str:

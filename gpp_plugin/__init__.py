@@ -18,6 +18,7 @@ __version__ = "0.1.0"
 _HOME_OF = {
     "GraphPipelineEngine": "gpp_plugin.engine.engine",
     "GraphPipelineModule": "gpp_plugin.integrations.deepspeed.dispatch",
+    "GraphPipelineSFTTrainer": "gpp_plugin.integrations.trainer.sft_trainer",
     "GraphPipelineSeq2SeqTrainer": "gpp_plugin.integrations.trainer.trainer",
     "GraphPipelineTrainer": "gpp_plugin.integrations.trainer.trainer",
     "initialize": "gpp_plugin.integrations.deepspeed.dispatch",

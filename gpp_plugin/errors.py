@@ -131,6 +131,8 @@ EXTRAS = {
     "transformers": "hf",
     "tokenizers": "hf",
     "accelerate": "trainer",
+    "trl": "trl",
+    "datasets": "trl",
     "sklearn": "demo",
     "megatron": "megatron",
     "tensorboard": "report",

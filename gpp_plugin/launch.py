@@ -1,6 +1,7 @@
 """Starts the ranks of a job on this machine, listens to rank 0, and ends all of them if one fails.
 
-`real_time` makes other programs of the machine wait while something is measured.
+`free_memory_bytes` is what the machine can still give out. `real_time` makes other programs of the machine wait while
+something is measured.
 """
 
 from __future__ import annotations
@@ -223,3 +224,16 @@ def _set_policy(policy: int, priority: int) -> None:
     for name in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.sched_setscheduler(int(name), policy, os.sched_param(priority))
+
+
+def free_memory_bytes() -> float:
+    """Return the bytes this machine can still give out, counting what it would drop from its file cache."""
+    try:
+        # MemFree leaves out the page cache, which a freshly loaded machine is full of; MemAvailable (kernel
+        # 3.14 on) counts what of it could be dropped.
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return float(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -21,8 +21,9 @@ from gpp_plugin.integrations.deepspeed.stock_engine import join_ranks
 from gpp_plugin.integrations.megatron import gpt_stage, require_megatron
 from gpp_plugin.launch import emit_event
 from gpp_plugin.model.graph.stage_graph import StageGraph, make_contexts
+from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part, shard_graph
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part
 
 WARM_UP = 2
 Batch = Mapping[str, Tensor]
@@ -127,7 +128,8 @@ def _captured(settings: Mapping[str, int], batch: Batch, *, attention: str) -> C
     ranks = TensorRanks(stage="all", position=rank, size=size, group=dist.group.WORLD, parts=cuts)
     nodes = [node.name for node in captured.op_graph.nodes]
     assert captured.op_graph.loss is not None, "a model that trains has a loss"
-    sharded, added = shard_graph(captured, regions, ranks, nodes)
+    sequence = captured.analysis.sharding.sequence
+    sharded, added, _ = shard_graph(captured, regions, ranks, nodes, sequence=sequence)
     function = build_stage_function(sharded, [*nodes, *added], [captured.op_graph.loss])
     if function.choice is not None:
         function.choice.use(frozenset())

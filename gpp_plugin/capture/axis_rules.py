@@ -535,6 +535,48 @@ def rule_of(node: fx.Node) -> Rule:
     return rule
 
 
+_OF_POSITIONS = frozenset((pointwise, same, feature_dropout, norm, softmax, reduction))
+"""Rules of operators that take no sizes: they compute on any part of another axis, however long it is."""
+
+
+def position_rule_of(node: fx.Node) -> Rule:
+    """Return the rule of an operator that treats positions alike.
+
+    Raises:
+        NotSharded: it does not, or it takes their number.
+    """
+    if node.target is aten.slice.Tensor:
+        begin, end = argument(node, 2, "start"), argument(node, 3, "end")
+        if begin in (0, None) and (end is None or (isinstance(end, int) and end >= 1 << 62)):
+            if argument(node, 4, "step", 1) == 1:
+                return same
+        return _other_slice
+    rule = rule_of(node)
+    if rule not in _OF_POSITIONS:
+        raise NotSharded("takes the number of positions, or mixes them")
+    return rule
+
+
+def _other_slice(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """A stretch of another axis."""
+    operand, found = _one(node, reads)
+    if _own_axis(argument(node, 1, "dim", 0), len(shape_of(operand))) == found.axis:
+        raise NotSharded("takes a stretch of the positions")
+    return found
+
+
+FLATTENS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
+
+
+def flattened(node: fx.Node) -> fx.Node | None:
+    """Return what an operator makes rows of: [2, 5, 32] of [10, 32]; None where it does anything else."""
+    source = node.args[0] if node.target in FLATTENS else None
+    if not isinstance(source, fx.Node):
+        return None
+    before, after = shape_of(source), shape_of(node)
+    return source if len(after) == 2 and len(before) == 3 and before[-1] == after[-1] else None
+
+
 def is_part(node: fx.Node) -> bool:
     """Return whether a node takes one of several results."""
     return node.target is operator.getitem

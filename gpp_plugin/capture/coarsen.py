@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import networkx as nx
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
-from gpp_plugin.capture.find_regions import block_shardings, why_undivided
 from gpp_plugin.capture.layouts import ordered_units
-from gpp_plugin.ir.analysis import Analysis
+from gpp_plugin.ir.analysis import Analysis, block_shardings, why_undivided
 from gpp_plugin.ir.block_graph import (
     GRANULARITIES,
     Block,
@@ -241,7 +240,7 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     analysis = captured if isinstance(captured, Analysis) else captured.analysis
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
-    sharding = block_shardings(captured.op_graph, analysis.sharding.regions, graph.blocks)
+    sharding = block_shardings(captured.op_graph, analysis.sharding, graph.blocks)
     divided = {each.block for each in sharding}
     return dataclasses.replace(
         graph,

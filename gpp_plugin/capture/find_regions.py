@@ -20,6 +20,7 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
@@ -32,167 +33,27 @@ import torch
 from torch import fx
 
 from gpp_plugin.capture.axis_rules import (
+    FLATTENS,
     AxisCut,
     NeedsLinears,
     NeedsParts,
     NotSharded,
     OperandReads,
     argument,
+    flattened,
     is_part,
+    position_rule_of,
     rule_of,
     shape_of,
 )
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments
 from gpp_plugin.ir.analysis import (
+    SequencePart,
     ShardedRegion,
     Sharding,
     TensorShard,
     WholeLinear,
-    regions_in,
-    without_half_cut,
 )
-from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph
-from gpp_plugin.ir.plan import PipelinePlan
-
-# What tensor ranks divide of each block, in numbers: shares of its costs, and the bytes that the ranks sum.
-
-MAX_DEGREE = 1024
-_NUMBER_BYTES = 4
-
-
-def block_shardings(
-    graph: OpGraph, regions: Sequence[ShardedRegion], blocks: Sequence[Block]
-) -> tuple[BlockSharding, ...]:
-    """Return what is divided of those blocks that hold whole regions.
-
-    Args:
-        graph: its sizes are those of the result.
-    """
-    inside = [region for block in blocks for region in regions_in(regions, block.nodes)]
-    whole = without_half_cut(regions, inside)
-    owned = {block.name: found for block in blocks if (found := regions_in(whole, block.nodes))}
-    sizes = _together(owned)
-    return tuple(
-        _sharding(graph, block, owned[block.name], sizes[block.name])
-        for block in blocks
-        if sizes.get(block.name, 1) > 1
-    )
-
-
-def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
-    """Return block -> why it is not divided, of those of these with linear operators; names the operator in the way."""
-    whole = {each.name: each.reason for each in sharding.whole}
-    regions = {name for region in sharding.regions for name in region.operators}
-    found = {}
-    for block in blocks:
-        reasons = [whole[name] for name in block.nodes if name in whole]
-        if reasons:
-            found[block.name] = reasons[0]
-        elif regions_in(sharding.regions, block.nodes):
-            found[block.name] = "it shares a parameter with blocks that no number divides along with it"
-        elif not regions.isdisjoint(block.nodes):
-            reason = f'operators that go together are in several blocks at granularity "{granularity}"'
-            found[block.name] = reason
-    return found
-
-
-def regions_of_stage(
-    graph: BlockGraph, regions: Sequence[ShardedRegion], plan: PipelinePlan, index: int
-) -> tuple[ShardedRegion, ...]:
-    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's.
-
-    Not those with a parameter that others read whole, here or in a stage of another tensor size: all hold it whole.
-    """
-    # What stages of this size share out together, as they may hold the same parameter: each keeps what is its own.
-    size, nodes = plan.stages[index].tensor, {block.name: block.nodes for block in graph.blocks}
-    divided = {own.block for own in graph.sharding if size in own.degrees}
-    together = {name for stage in plan.stages if stage.tensor == size for name in stage.blocks}
-    inside = [region for name in together & divided for region in regions_in(regions, nodes[name])]
-    whole = without_half_cut(regions, inside)
-    own = divided.intersection(plan.stages[index].blocks)
-    return tuple(
-        region for block in graph.blocks if block.name in own for region in regions_in(whole, block.nodes)
-    )
-
-
-def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
-    """Return block -> what its degrees divide; the same for blocks that read the same cut parameter."""
-    # Blocks 0 and 5 share a weight: one could be divided by 2 and 4, the other by 2 and 6; both by 2 then, as a stage
-    # that holds both cuts the weight once.
-    sizes = {block: math.gcd(*(region.size for region in regions)) for block, regions in owned.items()}
-    holders: dict[str, list[str]] = {}
-    for block, regions in owned.items():
-        for region in regions:
-            for parameter in region.parameters:
-                holders.setdefault(parameter.name, []).append(block)
-    is_changing = True
-    while is_changing:
-        is_changing = False
-        for sharing in holders.values():
-            common = math.gcd(*(sizes[block] for block in sharing))
-            is_changing |= any(sizes[block] != common for block in sharing)
-            sizes.update(dict.fromkeys(sharing, common))
-    return sizes
-
-
-def _sharding(graph: OpGraph, block: Block, regions: Sequence[ShardedRegion], size: int) -> BlockSharding:
-    operators = {name for region in regions for name in region.operators}
-    parts = {result.name for region in regions for result in region.results}
-    parts.update(name for region in regions for name in region.losses)
-    cut = {parameter.name for region in regions for parameter in region.parameters}
-    nodes = {node.name: node for node in graph.nodes}
-    own = [nodes[name] for name in block.nodes]
-    held = [p for p in graph.parameters if p.name in cut]
-    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
-    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
-    inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
-    summed = [_bytes(graph, name) for region in regions for name in region.sums]
-    for name in (name for region in regions for name in region.losses):
-        logits = nodes[nodes[name].inputs[0]].output
-        assert logits is not None
-        label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
-        summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
-    shared = [_bytes(graph, name) for region in regions for name in region.shared]
-    flops = sum(node.flops for node in own if node.name in operators)
-    # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
-    trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
-    weights = {name for p in trained for name in (p.name, *p.aliases)}
-    made = sum(node.flops for node in own if not weights.isdisjoint(node.inputs))
-    beside = sum(
-        nodes[result.name].flops
-        for region in regions
-        for result in region.results
-        if not (weights & cut).isdisjoint(nodes[result.name].inputs)
-        and not set(region.shared).isdisjoint(nodes[result.name].inputs)
-    )
-    return BlockSharding(
-        block=block.name,
-        degrees=tuple(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0),
-        flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
-        parameter_bytes=sum(p.bytes for p in held),
-        trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
-        saved_share=min((sum(saved.values()) + inside) / block.saved_bytes, 1.0)
-        if block.saved_bytes
-        else 0.0,
-        forward_sums=len(summed),
-        forward_sum_bytes=sum(summed),
-        backward_sums=len(shared),
-        backward_sum_bytes=sum(shared),
-        beside_share=min(beside / made, 1.0) if made else 0.0,
-    )
-
-
-def _bytes(graph: OpGraph, name: str) -> int:
-    """Return the bytes of an operator's result, an input or a parameter, at the graph's number of samples."""
-    for parameter in graph.parameters:
-        if name in (parameter.name, *parameter.aliases):
-            return parameter.bytes
-    specs = [node.output for node in graph.nodes if node.name == name]
-    specs += [spec for spec in graph.inputs if spec.name == name]
-    spec = specs[0]
-    assert spec is not None, f"{name} is one tensor"
-    return spec.bytes_for(graph.num_samples)
-
 
 aten = torch.ops.aten
 
@@ -439,7 +300,162 @@ def find_sharding(
     regions = _without_half_cut(found, whole)
     divided = {name for region in regions for name in region.operators}
     left = tuple(WholeLinear(name=n.name, reason=why) for n, why in whole.items() if n.name not in divided)
-    return Sharding(regions=tuple(regions), whole=left)
+    sequence = find_sequence_parts(graph, regions, parameters, called, needs_gradient)
+    return Sharding(regions=tuple(regions), whole=left, sequence=sequence)
+
+
+# Between two regions, operators that treat positions alike compute on parts of them (`SequencePart`).
+#
+#     o ─ reduce-scatter ─► [2, 5, 32] in parts of 2 and 3 positions ─► dropout, residual, norm ─ all-gather ─► up
+#
+# From the end of each region what is cut is followed through all its readers by `axis_rules`, along the second axis of
+# three or more. An operator that no rule allows reads a whole, and so does what is behind it.
+
+
+def joined_at(node: fx.Node) -> fx.Node | None:
+    """Return where the result of a region has positions along its second axis: there, or in its one reader, a view."""
+    # addmm [10, 32] of a GPT-2 is of no axis of positions: its view [2, 5, 32] is
+    shape = shape_of(node)
+    if len(shape) > 2:
+        return node
+    if len(shape) < 2 or len(node.users) != 1:
+        return None
+    (user,) = node.users
+    if user.target not in FLATTENS[:3]:
+        return None
+    after = shape_of(user)
+    return user if len(after) == 3 and after[-1] == shape[-1] else None
+
+
+def find_sequence_parts(
+    graph: fx.Graph,
+    regions: Sequence[ShardedRegion],
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> tuple[SequencePart, ...]:
+    """Return the operators outside of regions that compute on parts of the positions; arguments as `find_sharding`."""
+    inside = {name for region in regions for name in region.operators}
+    sums = {name for region in regions for name in region.sums}
+    found: dict[fx.Node, tuple[AxisCut, OperandReads, fx.Node | None]] = {}
+    cuts: dict[fx.Node, AxisCut] = {}
+    joins: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        end = joined_at(node) if node.name in sums else None
+        if end is not None:
+            joins[end] = node
+    for node in graph.nodes:
+        if node.op != "call_function" or any(node in written_arguments(user) for user in node.users):
+            continue
+        reads = OperandReads(begins={}, linears={}, parameters=parameters, cuts=cuts)
+        try:
+            if node in joins:
+                cut = AxisCut(1, (shape_of(node)[1],), node)
+                bias = bias_of(joins[node])
+                reads.wholes |= {} if bias is None else {bias: None}
+            elif node.name in inside or cuts.keys().isdisjoint(node.all_input_nodes):
+                continue
+            else:
+                if written_arguments(node):
+                    continue
+                made = position_rule_of(node)(node, reads)
+                if not isinstance(made, AxisCut) or reads.of_parameters:
+                    continue
+                cut = made
+        except NotSharded:
+            continue
+        cuts[node] = cut
+        found[node] = (cut, reads, joins.get(node))
+    _drop_useless(found, parameters, needs_gradient)
+    region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
+    read = [
+        {called.get(n, n) for n in (*region.shared,)} - {shard.name for shard in region.sliced}
+        for region in regions
+    ]
+    parts = []
+    for node, own in found.items():
+        whole = {
+            (region, source.name) if region is not None and source.name in read[region] else None
+            for source, region in _whole_readers(node, found, region_of)
+        }
+        (region_and_name,) = whole if len(whole) == 1 else (None,)
+        part = _sequence_part(node, *own, parameters, called, needs_gradient)
+        gathered = region_and_name[1] if region_and_name is not None else ""
+        parts.append(dataclasses.replace(part, gathered=gathered, is_gathered=bool(whole) and not gathered))
+    return tuple(parts)
+
+
+def _whole_readers(
+    node: fx.Node, parts: Collection[fx.Node], region_of: Mapping[str, int]
+) -> Iterable[tuple[fx.Node, int | None]]:
+    """Yield what operators read of a whole result (it, or rows made of it), and the region of each; None: in none."""
+    for user in node.users:
+        if user in parts:
+            continue
+        if user.name not in region_of and user.op == "call_function" and flattened(user) is node:
+            for reader in user.users:
+                yield user, region_of.get(reader.name)
+        else:
+            yield node, region_of.get(user.name)
+
+
+def bias_of(node: fx.Node) -> fx.Node | None:
+    """Return the bias of a linear operator."""
+    bias = None
+    if node.target is aten.addmm.default:
+        bias = node.args[0]
+    elif node.target is aten.linear.default:
+        bias = argument(node, 2, "bias")
+    return bias if isinstance(bias, fx.Node) else None
+
+
+def _drop_useless(
+    found: dict[fx.Node, tuple[AxisCut, OperandReads, fx.Node | None]],
+    parameters: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> None:
+    """Leave out what reads no part, results of regions that nobody reads parts of, and half readers of parameters."""
+    # The gradient of a norm's weight is of the rank's positions alone, and is summed once a step. If another operator
+    # reads the weight whole, its gradient is the same on all ranks: such a sum would count it once a rank.
+    while True:
+        readers = {each: own[2] or each for each, own in found.items()}
+        of_parameters = set(readers.values())
+        bad = []
+        for node, (_, reads, join) in found.items():
+            trained = [n for n in reads.wholes if n.name in parameters and n.name in needs_gradient]
+            is_half = any(not of_parameters.issuperset(n.users) for n in trained)
+            is_read = join is None or any(user in found for user in node.users)
+            has_parts = join is not None or not found.keys().isdisjoint(node.all_input_nodes)
+            if is_half or not is_read or not has_parts:
+                bad.append(node)
+        for node in bad:
+            del found[node]
+        if not bad:
+            return
+
+
+def _sequence_part(
+    node: fx.Node,
+    cut: AxisCut,
+    reads: OperandReads,
+    join: fx.Node | None,
+    parameters: Mapping[str, str],
+    called: Mapping[str, str],
+    needs_gradient: Collection[str],
+) -> SequencePart:
+    def name(each: fx.Node) -> str:
+        return called.get(each.name, each.name)
+
+    of_cuts = {each: reads.cuts[each] for each in node.all_input_nodes if each in reads.cuts}
+    whole = [each for each in reads.wholes if each.name in needs_gradient]
+    return SequencePart(
+        name=node.name,
+        axis=cut.axis,
+        operands={} if join else {name(n): c.axis for n, c in {**of_cuts, **reads.sliced}.items()},
+        parameters=tuple(parameters[each.name] for each in whole if each.name in parameters),
+        shared=tuple(name(each) for each in whole if each.name not in parameters),
+        joins=join.name if join else "",
+    )
 
 
 def _embeddings(

@@ -42,6 +42,7 @@ from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
     channels_of,
     evaluation_plan,
+    groups_of,
     held_tensors,
     make_programs,
     parts_of,
@@ -541,26 +542,30 @@ class Evaluator:
         # Training's micro-batches do not divide any batch: with ones of 8 and a loss unit of 4, 21 samples run as 16, 4
         # and 1. Each part has a plan, and so a runner, of its own; ranks that a part leaves idle go on to the next.
         # Of three such batches the parts are 48, 12 and 3: no micro-batch has samples of two of them.
-        for parts in zip(*split, strict=True):
+        # Nothing is agreed between one group of batches and the next, so a rank that has done its tasks of one begins
+        # with the next: with 11 batches as 4, 4, 2 and 1 the pipeline fills once, not four times.
+        groups = [(n, *parts) for n in groups_of(num_batches) for parts in zip(*split[n], strict=True)]
+        for numbers, *parts in groups:
             part, (rows, counts) = parts[0][0], _joined([own for _, own in parts])
             size = part.plan.mini_batch
-            whole = dataclasses.replace(part.plan, mini_batch=size * num_batches)
+            whole = dataclasses.replace(part.plan, mini_batch=size * len(parts))
             with self._weights_for(whole):
                 runner = self._runner_for(key, reference, whole, rows)
                 if runner is None:
                     self._runner.stand_by(rows)
                     continue
                 result = self._runner.run(runner, rows)
-            each = len(result.losses) // num_batches
-            for number, factor in enumerate(counts):
-                own = result.losses[number * each : (number + 1) * each]
+            each = len(result.losses) // len(parts)
+            for local, (number, factor) in enumerate(zip(range(num_batches)[numbers], counts, strict=True)):
+                own = result.losses[local * each : (local + 1) * each]
                 totals[number] += factor * share_of_loss(
                     own, _count(batches[number]), is_sum=runner.sums_losses
                 )
             for name, pieces in result.outputs.items():
                 for first, piece in pieces:
                     number, local = divmod(first, size)
-                    collected[number][name].append((part.first_sample + local, piece))
+                    of_batch = collected[numbers.start + number][name]
+                    of_batch.append((part.first_sample + local, piece))
         # Losses come weighted by their samples of all: the sum over parts and ranks is the batch's.
         losses = self._collectives.sum(
             torch.tensor(totals, dtype=torch.float64), "the loss of an evaluation"

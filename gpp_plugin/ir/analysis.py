@@ -21,10 +21,12 @@ Tests: tests/capture/test_sharding.py
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from gpp_plugin.ir.block_graph import OpGraph
+from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph, OpNode
+from gpp_plugin.ir.plan import PipelinePlan
 
 PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
 """Means of a capture."""
@@ -112,6 +114,31 @@ class ShardedRegion:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePart:
+    """An operator between two regions that treats positions alike: a rank computes its part of the positions.
+
+    Args:
+        name: of the operator, whose result is cut.
+        axis: of its result, along which positions lie.
+        operands: what it reads parts of -> the axis of positions there; it reads all else whole.
+        parameters: that it reads; each rank's gradient of them is of its own positions.
+        shared: whole tensors that it reads and whose gradient is summed over the ranks.
+        joins: the result of a region that it is, or is a view of; "" for none.
+        gathered: what of it one region reads whole, and no other operator: itself, or rows made of it; "" for none.
+        is_gathered: several regions read it whole, or operators that all ranks run alike do.
+    """
+
+    name: str
+    axis: int
+    operands: dict[str, int]
+    parameters: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+    joins: str = ""
+    gathered: str = ""
+    is_gathered: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLinear:
     """A linear operator that stays whole, and the operator that is in the way."""
 
@@ -125,12 +152,21 @@ class Sharding:
 
     regions: tuple[ShardedRegion, ...] = ()
     whole: tuple[WholeLinear, ...] = ()
+    sequence: tuple[SequencePart, ...] = ()
 
 
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
     """Return the regions whose operators are all among some."""
     known = frozenset(operators)
     return tuple(region for region in regions if known.issuperset(region.operators))
+
+
+def sequence_in(
+    parts: Iterable[SequencePart], operators: Iterable[str], regions: Iterable[ShardedRegion]
+) -> tuple[SequencePart, ...]:
+    """Return the operators among some that compute on parts of the positions where these regions are shared out."""
+    known, sums = frozenset(operators), {name for region in regions for name in region.sums}
+    return tuple(part for part in parts if part.name in known and (not part.joins or part.joins in sums))
 
 
 def without_half_cut(
@@ -227,3 +263,227 @@ class Analysis:
     def takes_whole_units(self) -> bool:
         """Return whether nothing is known of where samples lie."""
         return WHOLE_UNITS in self.means
+
+
+# What tensor ranks divide of each block, in numbers: shares of its costs, and the bytes that the ranks sum.
+
+MAX_DEGREE = 1024
+_NUMBER_BYTES = 4
+
+
+def block_shardings(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block]) -> tuple[BlockSharding, ...]:
+    """Return what is divided of those blocks that hold whole regions.
+
+    Args:
+        graph: its sizes are those of the result.
+    """
+    regions = sharding.regions
+    inside = [region for block in blocks for region in regions_in(regions, block.nodes)]
+    whole = without_half_cut(regions, inside)
+    owned = {block.name: found for block in blocks if (found := regions_in(whole, block.nodes))}
+    sizes = _together(owned)
+    degrees = {
+        name: tuple(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0)
+        for name, size in sizes.items()
+        if size > 1
+    }
+    # A norm between layers has no region, and computes on parts of what those make that are divided.
+    parts = {part.name: part for part in sharding.sequence}
+    home = {name: block.name for block in blocks for name in block.nodes}
+    for block in blocks:
+        made = {
+            home.get(n, "")
+            for name in block.nodes
+            if name in parts
+            for n in parts[name].operands
+            if n in parts
+        }
+        others = [frozenset(degrees.get(name, ())) for name in made - {block.name}]
+        if block.name not in owned and others and (common := frozenset.intersection(*others)):
+            degrees[block.name] = tuple(sorted(common))
+    divided = [block for block in blocks if block.name in degrees]
+    nodes = [name for block in divided for name in block.nodes]
+    sequence = {part.name: part for part in sequence_in(sharding.sequence, nodes, whole)}
+    sliced: set[str] = set()
+    return tuple(
+        _sharding(graph, block, owned.get(block.name, ()), degrees[block.name], sequence, sliced)
+        for block in divided
+    )
+
+
+def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
+    """Return block -> why it is not divided, of those of these with linear operators; names the operator in the way."""
+    whole = {each.name: each.reason for each in sharding.whole}
+    regions = {name for region in sharding.regions for name in region.operators}
+    found = {}
+    for block in blocks:
+        reasons = [whole[name] for name in block.nodes if name in whole]
+        if reasons:
+            found[block.name] = reasons[0]
+        elif regions_in(sharding.regions, block.nodes):
+            found[block.name] = "it shares a parameter with blocks that no number divides along with it"
+        elif not regions.isdisjoint(block.nodes):
+            reason = f'operators that go together are in several blocks at granularity "{granularity}"'
+            found[block.name] = reason
+    return found
+
+
+def regions_of_stage(
+    graph: BlockGraph, regions: Sequence[ShardedRegion], plan: PipelinePlan, index: int
+) -> tuple[ShardedRegion, ...]:
+    """Return the regions that a stage's tensor ranks share out: all of a block, if its degrees have the stage's.
+
+    Not those with a parameter that others read whole, here or in a stage of another tensor size: all hold it whole.
+    """
+    # What stages of this size share out together, as they may hold the same parameter: each keeps what is its own.
+    size, nodes = plan.stages[index].tensor, {block.name: block.nodes for block in graph.blocks}
+    divided = {own.block for own in graph.sharding if size in own.degrees}
+    together = {name for stage in plan.stages if stage.tensor == size for name in stage.blocks}
+    inside = [region for name in together & divided for region in regions_in(regions, nodes[name])]
+    whole = without_half_cut(regions, inside)
+    own = divided.intersection(plan.stages[index].blocks)
+    return tuple(
+        region for block in graph.blocks if block.name in own for region in regions_in(whole, block.nodes)
+    )
+
+
+def sequence_of_stage(
+    graph: BlockGraph, sharding: Sharding, plan: PipelinePlan, index: int
+) -> tuple[SequencePart, ...]:
+    """Return the operators of a stage that compute on parts of the positions: of blocks that its size divides."""
+    # A norm that a block which is not divided reads too has its whole gradient there (`SequencePart.parameters`).
+    stage, blocks = plan.stages[index], {block.name: block for block in graph.blocks}
+    divided = {own.block for own in graph.sharding if stage.tensor in own.degrees}
+    own = [blocks[name] for name in stage.blocks]
+    nodes = [name for block in own if block.name in divided for name in block.nodes]
+    whole = {name for block in own if block.name not in divided for name in block.parameters}
+    regions = regions_of_stage(graph, sharding.regions, plan, index)
+    found = sequence_in(sharding.sequence, nodes, regions)
+    return tuple(part for part in found if whole.isdisjoint(part.parameters))
+
+
+def _together(owned: Mapping[str, Sequence[ShardedRegion]]) -> dict[str, int]:
+    """Return block -> what its degrees divide; the same for blocks that read the same cut parameter."""
+    # Blocks 0 and 5 share a weight: one could be divided by 2 and 4, the other by 2 and 6; both by 2 then, as a stage
+    # that holds both cuts the weight once.
+    sizes = {block: math.gcd(*(region.size for region in regions)) for block, regions in owned.items()}
+    holders: dict[str, list[str]] = {}
+    for block, regions in owned.items():
+        for region in regions:
+            for parameter in region.parameters:
+                holders.setdefault(parameter.name, []).append(block)
+    is_changing = True
+    while is_changing:
+        is_changing = False
+        for sharing in holders.values():
+            common = math.gcd(*(sizes[block] for block in sharing))
+            is_changing |= any(sizes[block] != common for block in sharing)
+            sizes.update(dict.fromkeys(sharing, common))
+    return sizes
+
+
+def _sharding(
+    graph: OpGraph,
+    block: Block,
+    regions: Sequence[ShardedRegion],
+    degrees: tuple[int, ...],
+    sequence: Mapping[str, SequencePart],
+    sliced: set[str],
+) -> BlockSharding:
+    """Return what is divided of a block.
+
+    Args:
+        sequence: all operators of the graph that compute on parts of the positions.
+        sliced: whole tensors that blocks before this one take parts of; this one's are added.
+    """
+    operators = {name for region in regions for name in region.operators}
+    parts = {result.name for region in regions for result in region.results}
+    parts.update(name for region in regions for name in region.losses)
+    own_parts = [sequence[name] for name in block.nodes if name in sequence]
+    parts.update(part.name for part in own_parts)
+    cut = {parameter.name for region in regions for parameter in region.parameters}
+    nodes = {node.name: node for node in graph.nodes}
+    own = [nodes[name] for name in block.nodes]
+    held = [p for p in graph.parameters if p.name in cut]
+    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
+    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
+    inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
+    joined = {part.joins for part in own_parts if part.joins}
+    summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
+    for name in (name for region in regions for name in region.losses):
+        logits = nodes[nodes[name].inputs[0]].output
+        assert logits is not None
+        label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
+        summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
+    gathered = {part.gathered for part in sequence.values() if part.gathered}
+    shared = [_bytes(graph, name) for region in regions for name in region.shared if name not in gathered]
+    shared += [_bytes(graph, name) for name in dict.fromkeys(n for p in own_parts for n in p.shared)]
+    flops = sum(node.flops for node in own if node.name in operators)
+    # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
+    trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
+    weights = {name for p in trained for name in (p.name, *p.aliases)}
+    made = sum(node.flops for node in own if not weights.isdisjoint(node.inputs))
+    beside = sum(
+        nodes[result.name].flops
+        for region in regions
+        for result in region.results
+        if not (weights & cut).isdisjoint(nodes[result.name].inputs)
+        and not set(region.shared).isdisjoint(nodes[result.name].inputs)
+    )
+    forward = [_bytes(graph, part.joins) for part in own_parts if part.joins]
+    backward = [_bytes(graph, p.joins) for p in own_parts if p.joins and _has_gradient(graph, nodes, p.joins)]
+    forward += [_bytes(graph, part.name) for part in own_parts if part.gathered or part.is_gathered]
+    beside_bytes = []
+    for region in regions:
+        for name in gathered.intersection(region.shared):
+            readers = [nodes[r.name] for r in region.results if name in nodes[r.name].inputs]
+            is_trained = any(not (weights & cut).isdisjoint(node.inputs) for node in readers)
+            beside_bytes += [_bytes(graph, name)] * (1 + is_trained)
+    for part in own_parts:
+        fresh = [name for name in part.operands if name not in sequence and name not in sliced]
+        sliced.update(fresh)
+        backward += [_bytes(graph, name) for name in fresh if _has_gradient(graph, nodes, name)]
+    inside_names = frozenset(block.nodes)
+    outside = {name for node in graph.nodes if node.name not in inside_names for name in node.inputs}
+    return BlockSharding(
+        block=block.name,
+        degrees=degrees,
+        flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
+        parameter_bytes=sum(p.bytes for p in held),
+        trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
+        saved_share=min((sum(saved.values()) + inside) / block.saved_bytes, 1.0)
+        if block.saved_bytes
+        else 0.0,
+        forward_sums=len(summed),
+        forward_sum_bytes=sum(summed),
+        backward_sums=len(shared),
+        backward_sum_bytes=sum(shared),
+        beside_share=min(beside / made, 1.0) if made else 0.0,
+        forward_gathers=len(forward),
+        forward_gather_bytes=sum(forward),
+        backward_gathers=len(backward) + len(beside_bytes),
+        backward_gather_bytes=sum(backward) + sum(beside_bytes),
+        beside_gathers=len(beside_bytes),
+        beside_gather_bytes=sum(beside_bytes),
+        cut_results=tuple(p.name for p in own_parts if not p.is_gathered and p.name in outside),
+    )
+
+
+def _has_gradient(graph: OpGraph, nodes: Mapping[str, OpNode], name: str) -> bool:
+    """Return whether a gradient of an operator's result, of an input or of a parameter is made."""
+    node = nodes.get(name)
+    if node is not None:
+        return node.output is not None and node.output.requires_grad
+    return any(p.requires_grad and name in (p.name, *p.aliases) for p in graph.parameters)
+
+
+def _bytes(graph: OpGraph, name: str) -> int:
+    """Return the bytes of an operator's result, an input or a parameter, at the graph's number of samples."""
+    for parameter in graph.parameters:
+        if name in (parameter.name, *parameter.aliases):
+            return parameter.bytes
+    specs = [node.output for node in graph.nodes if node.name == name]
+    specs += [spec for spec in graph.inputs if spec.name == name]
+    spec = specs[0]
+    assert spec is not None, f"{name} is one tensor"
+    return spec.bytes_for(graph.num_samples)

@@ -189,6 +189,11 @@ class BlockSharding:
         forward_sums, backward_sums: all-reduces of one task, whatever its number of samples.
         forward_sum_bytes, backward_sum_bytes: bytes that they sum at ``BlockGraph.num_samples`` samples (of whole
             tensors, not what a ring sends of them).
+        forward_gathers, backward_gathers: reduce-scatters and all-gathers along positions in one task.
+        forward_gather_bytes, backward_gather_bytes: bytes of the whole tensors of these.
+        beside_gathers, beside_gather_bytes: of the backward's, those that travel while weight gradients are made.
+        cut_results: results that are in parts, and that other blocks read so: a stage that ends or begins with
+            them makes them whole, and puts them in parts.
         beside_share: share of the block's weight gradients that is made while its backward's sums travel: of linear
             operators that read what is summed.
     """
@@ -204,6 +209,13 @@ class BlockSharding:
     backward_sums: int
     backward_sum_bytes: int
     beside_share: Share = 0.0
+    forward_gathers: int = 0
+    forward_gather_bytes: int = 0
+    backward_gathers: int = 0
+    backward_gather_bytes: int = 0
+    beside_gathers: int = 0
+    beside_gather_bytes: int = 0
+    cut_results: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it keeps its fingerprint

@@ -44,7 +44,7 @@ from gpp_plugin.runtime.memory.counting import storage_bytes
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.placement_of_ranks import Setting
 from gpp_plugin.runtime.stage_module import Reference, StageModule, joined_module
-from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards
+from gpp_plugin.runtime.tensor_ranks import mark_part, own_part, parameter_shards, partial_parameters
 
 Finish = Callable[[str, Tensor], Tensor]
 """Moves and casts the tensor of a first name."""
@@ -542,7 +542,7 @@ class ModuleHolder:
         buffers = {self._local(n) for n, p in known.items() if p.is_buffer and n.startswith(self._prefix)}
         release_parameters(self._module, keep=shared | buffers)
         modules = []
-        for of_stage, own, cut in zip(names, parts, shards, strict=True):
+        for index, of_stage, own, cut in zip(held, names, parts, shards, strict=True):
             module = StageModule(
                 # a user's parameter is the first stage's that holds it
                 tensors={n: own[n] if n in own else taken.pop(n, tensors[n]) for n in of_stage},
@@ -552,6 +552,8 @@ class ModuleHolder:
             )
             for name, shard in cut.items():
                 mark_part(module.get_parameter(name), shard)
+            for name in partial_parameters(reference, plan, index):
+                module.get_parameter(name).sequence_parallel = True  # type: ignore[attr-defined]
             modules.append(module)
         return tuple(modules)
 

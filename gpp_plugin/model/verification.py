@@ -41,6 +41,7 @@ from gpp_plugin.capture.tracing.torch_export import Call, loss_and_outputs, spli
 from gpp_plugin.errors import CaptureError, first_line
 from gpp_plugin.ir.block_graph import CARRIED, is_carried
 from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.launch import free_memory_bytes
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.model.graph.module_trial import (
     HALF,
@@ -206,12 +207,7 @@ def _free_bytes(device: torch.device) -> float:
     """Return what may be taken now: half of what a host has free, which others may request too; most of a GPU's."""
     if device.type == "cuda":
         return 0.9 * float(torch.cuda.mem_get_info(device)[0])
-    try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            known = dict(line.split(":", 1) for line in lines)
-        return 0.5 * 1024 * float(known["MemAvailable"].split()[0])
-    except (OSError, KeyError, ValueError):  # no Linux: it is unknown
-        return float("inf")
+    return 0.5 * free_memory_bytes()
 
 
 def _compare_at(size: _Size, part: CapturedPart, place: Place, batch: Batch, survey: Survey) -> Comparison:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -25,7 +24,7 @@ from gpp_plugin.ir.serialize import fingerprint, load, save
 from gpp_plugin.ir.step_cost import StepCost
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec, batch_layout
 from gpp_plugin.ir.timeline import Event, EventKind, Timeline
-from gpp_plugin.launch import run_ranks
+from gpp_plugin.launch import free_memory_bytes, run_ranks
 from gpp_plugin.plan.plan_form import check_form, read_plan
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, lengthened
@@ -662,16 +661,3 @@ def _run(
         else:
             number = event["step"] + 1
             tell(f"mini-batch {number} of {settings.steps}: {event['iteration_us'] / 1e3:.1f} ms")
-
-
-def free_memory_bytes() -> float:
-    """Return the bytes this machine can still give out, counting what it would drop from its file cache."""
-    try:
-        # MemFree leaves out the page cache, which a freshly loaded machine is full of; MemAvailable (kernel
-        # 3.14 on) counts what of it could be dropped.
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return float(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

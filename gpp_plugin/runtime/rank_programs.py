@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass
 
 from gpp_plugin.capture.captured_graph import resized
@@ -247,6 +247,23 @@ def split_evaluation(plan: PipelinePlan, num_samples: int) -> tuple[EvaluationPa
             parts.append(EvaluationPart(first_sample=first, plan=_sized(plan, count, whole=size == step)))
             first += count
     return tuple(parts)
+
+
+MOST_AT_ONCE = 4
+"""Batches of an evaluation that one plan runs, a power of two: plans for more take longer to prove than they save."""
+
+
+def groups_of(num_batches: int) -> Iterator[slice]:
+    """Yield which batches run as one: powers of two, so that few plans serve any number.
+
+    >>> [(group.start, group.stop) for group in groups_of(11)]
+    [(0, 4), (4, 8), (8, 10), (10, 11)]
+    """
+    first = 0
+    while first < num_batches:
+        count = min(MOST_AT_ONCE, 1 << ((num_batches - first).bit_length() - 1))
+        yield slice(first, first + count)
+        first += count
 
 
 def parts_of(plan: PipelinePlan, batch: Batch) -> list[tuple[EvaluationPart, Batch]]:

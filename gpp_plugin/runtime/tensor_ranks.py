@@ -1,30 +1,20 @@
-"""What the tensor ranks of a data position do together inside a task, and a captured graph as one of them computes it.
+"""What the tensor ranks of a data position do together inside a task.
 
-The ranks' collectives are operators of a stage's generated code:
+The ranks' collectives are operators of a stage's generated code (`shard_graph`):
 
-    shared    x ──► x      backward: the gradients of all ranks summed     where a region begins
-    summed    x ──► sum    backward: the gradient as it is                 where a region ends
-    joined    part of a parameter ──► whole    backward: its own part      where a whole one is read
-    drawn     a number that all of them have                               in front of what draws at random
+    shared     x ──► x      backward: the gradients of all ranks summed     where a region begins
+    shared     part of x ──► x      backward: the sum at its positions     where it begins behind parts of positions
+    summed     x ──► sum    backward: the gradient as it is                 where a region ends
+    scattered  x ──► the sum at its positions    backward: the whole of the parts    where it ends in front of parts
+    gathered   part of x ──► x      backward: its own part                 where all ranks compute the same behind parts
+    joined     part of a parameter ──► whole    backward: its own part      where a whole one is read
+    drawn      a number that all of them have                               in front of what draws at random
 
 What is whole must be the same bits on every rank, dropped elements too, whatever a rank's generators have drawn before.
 So each forward of a micro-batch takes one number, which the group's first rank draws from torch's generator and sends
-from host to host; every operator that draws seeds the generators by it, by its own place in the code and, inside a
-region, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores torch's
-generator.
-
-A graph has regions on a rank's own parts, and sums where they end (`shard_graph`):
-
-    captured                            rank 0 of 2
-    h = norm(x)                         h = norm(x)
-                                        s = shared(h)              its linear readers' weight gradients: beside the sum
-    q = linear(h, wq)                   q = linear(s, wq)          wq is this rank's rows
-    v = view(q, [2, 8, 4, 8])           v = view(q, [2, 8, 2, 8])
-    o = linear(a, wo, bo)               p = linear(a, wo)          wo is this rank's columns
-                                        t = summed(p)
-                                        o = add(t, bo)
-
-Operators keep their names; what is put between them is marked (`ADDED`) and belongs to the block of its neighbour.
+from host to host; every operator that draws seeds the generators by it, by its own place in the code and, where the
+rank has a part, by the rank's position. A forward that runs again drops the same, as whoever recomputes restores
+torch's generator.
 
 Source: Megatron-LM (arXiv 1909.08053), section 3; dropout by seeds: this project
 Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tensor.py
@@ -32,24 +22,17 @@ Tests: tests/runtime/test_shard_graph.py, tests/integrations/test_captured_tenso
 
 from __future__ import annotations
 
-import dataclasses
-import operator
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from gpp_plugin.capture.axis_rules import argument, sizes_of_part
-from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.find_regions import as_linear, regions_of_stage
-from gpp_plugin.capture.layouts import is_random
-from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, without_half_cut
-from gpp_plugin.ir.block_graph import OpNode
+from gpp_plugin.ir.analysis import TensorShard, regions_of_stage, sequence_of_stage
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
 from gpp_plugin.runtime.ranks.collectives import all_reduce, begin_all_reduce, finish
@@ -72,6 +55,14 @@ def parameter_shards(reference: Reference, plan: PipelinePlan, index: int) -> di
         return {}
     regions = regions_of_stage(reference.block_graph, reference.analysis.sharding.regions, plan, index)
     return {shard.name: shard for region in regions for shard in region.parameters}
+
+
+def partial_parameters(reference: Reference, plan: PipelinePlan, index: int) -> frozenset[str]:
+    """Return the parameters of a stage of whose gradients each tensor rank makes those of its positions alone."""
+    if plan.stages[index].tensor == 1:
+        return frozenset()
+    parts = sequence_of_stage(reference.block_graph, reference.analysis.sharding, plan, index)
+    return frozenset(name for part in parts for name in part.parameters)
 
 
 def own_part(whole: Tensor, shard: TensorShard, position: int, degree: int) -> Tensor:
@@ -127,6 +118,8 @@ def describe_whole(reference: Reference, plan: PipelinePlan) -> list[str]:
 
 RESULT, GRADIENT = "the result of a region", "the gradient of what a region reads"
 """What is summed."""
+PARTS, GRADIENT_PARTS = "a cut along positions", "the gradient of a cut along positions"
+"""What is put in parts, or is made whole of them, in forwards and in backwards."""
 _SEEDS = 1 << 48
 _NEXT_OPERATOR, _NEXT_POSITION = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
 """Large odd numbers: seeds of neighbouring operators and positions lie far from each other."""
@@ -166,6 +159,73 @@ class TensorRanks:
         self.sent_bytes[what] = self.sent_bytes.get(what, 0) + tensor.nbytes
         title = f"{what} over the tensor ranks of stage {self.stage!r}"
         return tensor.clone(memory_format=torch.contiguous_format), {"group": self.group, "what": title}
+
+    def positions(self, length: int, position: int | None = None) -> tuple[int, int]:
+        """Return the first of ``length`` positions that a rank has (None: this one), and how many.
+
+        >>> [TensorRanks(stage="", position=0, size=2).positions(5, rank) for rank in range(2)]
+        [(0, 2), (2, 3)]
+        """
+        at = self.position if position is None else position
+        first = length * at // self.size
+        return first, length * (at + 1) // self.size - first
+
+    def own_positions(self, whole: Tensor, axis: int) -> Tensor:
+        """Return this rank's positions of a whole tensor, in memory of their own."""
+        return whole.narrow(axis, *self.positions(whole.shape[axis])).clone(
+            memory_format=torch.contiguous_format
+        )
+
+    def begin_scatter(self, tensor: Tensor, axis: int, what: str) -> tuple[Tensor, Callable[[], None]]:
+        """Begin the sum of the ranks' tensors at this rank's positions; return where it will be, and what waits."""
+        # [2, 5, 8] on two ranks: each receives all ranks' summands of its positions, rank 1 [2 ranks, 2, 3, 8], and
+        # adds them up in the order of the ranks. As many bytes travel as in a reduce-scatter, whatever the lengths.
+        pieces = [tensor.narrow(axis, *self.positions(tensor.shape[axis], rank)) for rank in range(self.size)]
+        shape = pieces[self.position].shape
+        total = tensor.new_empty(shape)
+        received, wait = self._begin_exchange(pieces, [shape] * self.size, tensor.nbytes, what)
+
+        def finish_sum() -> None:
+            wait()
+            torch.sum(received.view(self.size, *shape), 0, out=total)
+
+        return total, finish_sum
+
+    def begin_gather(self, part: Tensor, axis: int, length: int, what: str) -> Callable[[], Tensor]:
+        """Begin to make a whole of the ranks' parts of ``length`` positions; return what waits for it."""
+        shapes = [
+            (*part.shape[:axis], self.positions(length, rank)[1], *part.shape[axis + 1 :])
+            for rank in range(self.size)
+        ]
+        num_bytes = part.element_size() * sum(map(math.prod, shapes))
+        received, wait = self._begin_exchange([part] * self.size, shapes, num_bytes, what)
+
+        def whole() -> Tensor:
+            wait()
+            pieces = received.split([math.prod(shape) for shape in shapes])
+            return torch.cat([p.view(shape) for p, shape in zip(pieces, shapes, strict=True)], axis)
+
+        return whole
+
+    def _begin_exchange(
+        self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], num_bytes: int, what: str
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to send each rank its piece; return where theirs will be, one after the other, and what waits."""
+        assert self.group is not None, "the groups of a job are made before it runs"
+        self.sent_bytes[what] = self.sent_bytes.get(what, 0) + num_bytes
+        sent = torch.cat([piece.reshape(-1) for piece in pieces])
+        sizes = [math.prod(shape) for shape in shapes]
+        received = sent.new_empty(sum(sizes))
+        title = f"{what} over the tensor ranks of stage {self.stage!r}"
+        given = [piece.numel() for piece in pieces]
+        group = self.group
+        work = dist.all_to_all_single(received, sent, sizes, given, group=group, async_op=True)
+
+        def wait() -> None:
+            finish(work, received, group=group, what=title)
+            assert sent.numel() == sum(given)  # it lives until here
+
+        return received, wait
 
     def join(self, part: Tensor, shard: TensorShard) -> Tensor:
         """Return the whole of the ranks' parts."""
@@ -229,44 +289,58 @@ class _Weights(torch.autograd.Function):
     """Makes a tensor without memory of each weight and bias: what arrives there is their operator's gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, columns: Sequence[int], *given: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, tensor: Tensor, cut: _Cut | None, columns: Sequence[int], *given: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(tensor)
         ctx.set_materialize_grads(False)
-        ctx.columns = columns
-        shapes = [(*tensor.shape[:-1], w.shape[axis]) for w, axis in zip(given[::2], columns, strict=True)]
+        ctx.columns, ctx.cut, ctx.begun = columns, cut, None
+        rows = tensor.shape[:-1] if cut is None else cut.rows(tensor)
+        shapes = [(*rows, w.shape[axis]) for w, axis in zip(given[::2], columns, strict=True)]
         return tuple(tensor.new_empty_strided(shape, (0,) * len(shape)) for shape in shapes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         # tensor [2, 8, 16], weight [4, 16] with its columns along axis 0: rows [16, 16], own [16, 4]
-        rows = _rows(ctx.saved_tensors[0])
+        begun, ctx.begun = ctx.begun, None
+        rows = _rows(ctx.saved_tensors[0] if ctx.cut is None else (begun or _begin_again(ctx))())
         found: list[Tensor | None] = []
         for number, (gradient, axis) in enumerate(zip(gradients, ctx.columns, strict=True), start=1):
             if gradient is None:
                 found += [None, None]
                 continue
-            own, (of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad[2 * number :][:2]
+            own, (of_weight, of_bias) = _rows(gradient), ctx.needs_input_grad[2 * number + 1 :][:2]
             factors = (rows, own) if axis else (own, rows)
             found.append(factors[0].t().mm(factors[1]) if of_weight else None)
             found.append(own.sum(0) if of_bias else None)
-        return None, None, *found
+        return None, None, None, *found
 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
 
 
+def _begin_again(ctx: Any) -> Callable[[], Tensor]:
+    found: Callable[[], Tensor] = ctx.cut.begin_whole(ctx.saved_tensors[0], GRADIENT_PARTS)
+    return found
+
+
 class _Launched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, begun: list[Callable[[], None]], ranks: TensorRanks) -> Tensor:
-        ctx.begun, ctx.ranks = begun, ranks
-        return tensor.view_as(tensor)
+    def forward(
+        ctx: Any, tensor: Tensor, begun: list[Callable[[], None]], ranks: TensorRanks, cut: _Cut | None
+    ) -> Tensor:
+        ctx.begun, ctx.ranks, ctx.cut = begun, ranks, cut
+        return tensor.view_as(tensor) if cut is None else cut.begin_whole(tensor, PARTS)()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        total, wait = ctx.ranks.begin_sum(gradient, GRADIENT)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        if ctx.cut is None:
+            total, wait = ctx.ranks.begin_sum(gradient, GRADIENT)
+        else:
+            total, wait = ctx.cut.begin_parts(gradient)
         ctx.begun.append(wait)
-        return total, None, None
+        return total, None, None, None
 
 
 class _Both(torch.autograd.Function):
@@ -276,6 +350,12 @@ class _Both(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        # Of a tensor in parts, the whole is on its way again while the linear operator makes its input's gradient; but
+        # not in the first part of a split backward, which makes no gradients of weights.
+        weights = ctx.next_functions[1][0]
+        if weights.cut is not None and weights.begun is None:
+            if torch._C._will_engine_execute_node(weights):
+                weights.begun = _begin_again(weights)
         return gradient, gradient
 
 
@@ -287,6 +367,70 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """How what a region reads is cut along positions, ``length`` in all.
+
+    Args:
+        is_flat: it reads rows, [10, 8] of [2, 5, 8].
+    """
+
+    ranks: TensorRanks
+    axis: int
+    length: int
+    is_flat: bool
+
+    def rows(self, part: Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole, without the features."""
+        whole = (*part.shape[: self.axis], self.length, *part.shape[self.axis + 1 : -1])
+        return (math.prod(whole),) if self.is_flat else whole
+
+    def begin_whole(self, part: Tensor, what: str) -> Callable[[], Tensor]:
+        """Begin to make the whole; return what waits for it."""
+        wait = self.ranks.begin_gather(part, self.axis, self.length, what)
+        return lambda: wait().flatten(0, -2) if self.is_flat else wait()
+
+    def begin_parts(self, gradient: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Begin the sum of a whole's gradients at this rank's positions; return where it will be, and what waits."""
+        whole = gradient.unflatten(0, (-1, self.length)) if self.is_flat else gradient
+        return self.ranks.begin_scatter(whole, self.axis, GRADIENT_PARTS)
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, ranks: TensorRanks, axis: int) -> Tensor:
+        ctx.ranks, ctx.axis, ctx.length = ranks, axis, tensor.shape[axis]
+        total, wait = ranks.begin_scatter(tensor, axis, PARTS)
+        wait()
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.begin_gather(gradient, ctx.axis, ctx.length, GRADIENT_PARTS)(), None, None
+
+
+class _Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: TensorRanks, axis: int) -> Tensor:
+        ctx.ranks, ctx.axis, ctx.length = ranks, axis, whole.shape[axis]
+        return ranks.own_positions(whole, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.ranks.begin_gather(gradient, ctx.axis, ctx.length, GRADIENT_PARTS)(), None, None
+
+
+class _Gathered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: TensorRanks, axis: int, length: int) -> Tensor:
+        ctx.ranks, ctx.axis = ranks, axis
+        return ranks.begin_gather(part, axis, length, PARTS)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.ranks.own_positions(gradient, ctx.axis), None, None, None
 
 
 class _Joined(torch.autograd.Function):
@@ -326,22 +470,29 @@ class TensorOperator:
         return self._call(*args, **kwargs)
 
 
-def shared(ranks: TensorRanks, columns: Sequence[int] = ()) -> TensorOperator:
+def shared(
+    ranks: TensorRanks, columns: Sequence[int] = (), *, axis: int = 0, is_flat: bool = False
+) -> TensorOperator:
     """Return what hands a whole tensor to a region, and to each `linear` operator there what it takes first.
 
-    It takes the tensor, then weight and bias (or None) of each of those operators.
+    It takes the tensor; its number of positions, if it is in parts of these and the region reads the whole; then weight
+    and bias (or None) of each of those operators.
 
     Args:
         columns: the axis along which each weight makes features.
+        axis: of positions.
+        is_flat: the region reads one row a position, of all samples.
     """
 
-    def share(tensor: Tensor, *given: Tensor) -> tuple[Tensor | None, ...]:
+    def share(tensor: Tensor, length: int | None, *given: Tensor) -> tuple[Tensor | None, ...]:
+        cut = None if length is None else _Cut(ranks=ranks, axis=axis, length=length, is_flat=is_flat)
         if not torch.is_grad_enabled():
-            return tensor, *(None for _ in columns)
+            whole = tensor if cut is None else cut.begin_whole(tensor, PARTS)()
+            return whole, *(None for _ in columns)
         begun: list[Callable[[], None]] = []
         waited = _Waited.apply(tensor, begun)  # type: ignore[no-untyped-call]
-        of_weights = _Weights.apply(tensor.detach(), columns, *given) if columns else ()  # type: ignore[no-untyped-call]
-        return _Launched.apply(waited, begun, ranks), *of_weights  # type: ignore[no-untyped-call]
+        of_weights = _Weights.apply(tensor.detach(), cut, columns, *given) if columns else ()  # type: ignore[no-untyped-call]
+        return _Launched.apply(waited, begun, ranks, cut), *of_weights  # type: ignore[no-untyped-call]
 
     return TensorOperator("tensor_shared", share)
 
@@ -367,6 +518,24 @@ def linear(call: Callable[..., Tensor], place: int) -> TensorOperator:
 def summed(ranks: TensorRanks) -> TensorOperator:
     """Return what makes a whole tensor of the ranks' summands."""
     return TensorOperator("tensor_summed", lambda tensor: _Summed.apply(tensor, ranks))  # type: ignore[no-untyped-call]
+
+
+def scattered(ranks: TensorRanks, axis: int) -> TensorOperator:
+    """Return what makes of the ranks' summands the sum at each rank's positions."""
+    return TensorOperator("tensor_scattered", lambda tensor: _Scattered.apply(tensor, ranks, axis))  # type: ignore[no-untyped-call]
+
+
+def own_positions(ranks: TensorRanks, axis: int) -> TensorOperator:
+    """Return what takes each rank's positions of a whole tensor, which all of them have."""
+    return TensorOperator("tensor_own", lambda whole: _Own.apply(whole, ranks, axis))  # type: ignore[no-untyped-call]
+
+
+def gathered(ranks: TensorRanks, axis: int) -> TensorOperator:
+    """Return what makes a whole of parts and the number of positions, for operators that all ranks run alike."""
+    return TensorOperator(
+        "tensor_gathered",
+        lambda part, length: _Gathered.apply(part, ranks, axis, length),  # type: ignore[no-untyped-call]
+    )
 
 
 def joined(ranks: TensorRanks, shard: TensorShard) -> TensorOperator:
@@ -484,215 +653,3 @@ class _CrossEntropy(torch.autograd.Function):
         found = shares.scatter_add(1, place, -is_own.to(shares.dtype).unsqueeze(1))
         scale = (gradient.to(shares.dtype) / count).where(is_counted, 0.0)
         return found.mul_(scale.unsqueeze(1)).to(ctx.dtype), None, None, None, None, None
-
-
-def shard_graph(
-    captured: CapturedGraph, regions: Sequence[ShardedRegion], ranks: TensorRanks, own: Sequence[str]
-) -> tuple[CapturedGraph, dict[str, str]]:
-    """Return a capture whose regions compute on this rank's parts, and what was put in.
-
-    Of each operator that was put in, the operator of the capture whose block it belongs to.
-
-    Args:
-        regions: those that are shared out; everything else is computed whole.
-        own: the operators that the rank computes.
-
-    A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
-    request a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
-    held whole is never cut.
-
-    Raises:
-        CaptureError: an operator's sizes are not what they were when the regions were found.
-    """
-    if ranks.parts is not None:
-        held = ranks.parts
-        fit = [r for r in regions if all(held.get(shard.name) == shard for shard in r.parameters)]
-        regions = without_half_cut(regions, fit)
-    writer = _Writer(captured, regions, ranks, frozenset(own))
-    graph = writer.write()
-    # what of an operator that was put in is read is known of the operators beside it
-    added = [OpNode(name=n, target="added", inputs=(), module="", output=None) for n in writer.added]
-    op_graph = dataclasses.replace(captured.op_graph, nodes=(*captured.op_graph.nodes, *added))
-    return dataclasses.replace(captured, graph=graph, op_graph=op_graph), writer.added
-
-
-class _Writer:
-    """Copies a graph node by node, and puts in what tensor ranks need."""
-
-    def __init__(
-        self,
-        captured: CapturedGraph,
-        regions: Sequence[ShardedRegion],
-        ranks: TensorRanks,
-        own: frozenset[str],
-    ) -> None:
-        self._captured = captured
-        self._ranks = ranks
-        self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
-        self._results = {result.name: result for region in regions for result in region.results}
-        self._sums = {name for region in regions for name in region.sums}
-        self._losses = {name for region in regions for name in region.losses}
-        self._parameters = {shard.name: shard for region in regions for shard in region.parameters}
-        self._shared = [frozenset(region.shared) for region in regions]
-        self._sliced = [{shard.name: shard for shard in region.sliced} for region in regions]
-        self._names = {**captured.inputs, **captured.parameters}
-        cut = {shard.name for region in regions for shard in region.parameters}
-        self._joined = {name: shard for name, shard in (ranks.parts or {}).items() if name not in cut}
-        self._own = own
-        self._graph = fx.Graph()
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._whole: dict[fx.Node, fx.Node] = {}
-        self._in_region: dict[tuple[int, fx.Node], fx.Node] = {}
-        self._of_weights: dict[fx.Node, fx.Node] = {}
-        self._number: fx.Node | None = None
-        self.added: dict[str, str] = {}
-
-    def write(self) -> fx.Graph:
-        """Return the copy."""
-        for place, node in enumerate(self._captured.graph.nodes):
-            copy = self._copies[node] = self._copy(node, place)
-            assert copy.name == node.name, f"{node.name} became {copy.name}"
-            shard = self._joined.get(self._captured.parameters.get(node.name, ""))
-            readers = [user for user in node.users if user.name in self._own] if shard is not None else []
-            if shard is not None and readers:
-                whole = joined(self._ranks, shard)
-                self._whole[node] = self._add(whole, (copy,), readers[0], f"tensor_{node.name}_joined", node)
-        return self._graph
-
-    def _copy(self, node: fx.Node, place: int) -> fx.Node:
-        # Outside of regions a node is copied as it is, unless it draws: then it draws what all ranks draw. Inside it
-        # reads what the region has of its operands (`_operand`), and takes the sizes of its part (`_local`).
-        region = self._region_of.get(node.name)
-        is_random_here = node.op == "call_function" and node.name in self._own and is_random(node)
-        if region is None and not is_random_here:
-            return self._graph.node_copy(node, self._read)
-        number = self._drawn(node) if is_random_here else None
-
-        def operand(source: fx.Node) -> fx.Node:
-            return self._read(source) if region is None else self._operand(region, source, node)
-
-        if node.name in self._sums:
-            return self._summed(node, operand)
-        args: Any = fx.map_arg(node.args, operand)
-        kwargs: Any = fx.map_arg(node.kwargs, operand)
-        shard = self._results.get(node.name)
-        target: Any = node.target
-        if node.name in self._losses:
-            logits: Any = node.args[0]
-            target = cross_entropy(self._ranks, self._first_of(self._results[logits.name]))
-        if shard is not None:
-            args = sizes_of_part(node, shard.axis, self._ranks.size, args)
-        if number is not None:
-            assert callable(target)
-            device = self._captured.device
-            target = seeded(target, self._ranks, device, place=place, is_part=shard is not None)
-            args = (number, *args)
-        if node in self._of_weights:
-            place = next(i for i, each in enumerate(node.args) if str(each) not in self._captured.parameters)
-            target, args = linear(target, place), (self._of_weights[node], *args)
-        copy = self._graph.create_node(node.op, target, args, kwargs, name=node.name)
-        copy.meta = dict(node.meta)
-        return copy
-
-    def _read(self, source: fx.Node) -> fx.Node:
-        return self._whole.get(source) or self._copies[source]
-
-    # ---- what is put in ------------------------------------------------------------------------
-
-    def _add(
-        self, target: Any, args: tuple[Any, ...], beside: fx.Node, name: str, value: fx.Node | None
-    ) -> fx.Node:
-        node = self._graph.create_node("call_function", target, args, {}, name=name)
-        node.meta = {} if value is None else {k: v for k, v in value.meta.items() if k == "val"}
-        node.meta[ADDED] = True
-        self.added[node.name] = beside.name
-        return node
-
-    def _operand(self, region: int, source: fx.Node, reader: fx.Node) -> fx.Node:
-        """Return what an operator of a region reads in the place of another's result."""
-        copy = self._read(source)
-        name = self._names.get(source.name, source.name)
-        shard = self._sliced[region].get(name)
-        is_shared = name in self._shared[region]
-        if shard is None and not is_shared:
-            return copy
-        # Once a region: q, k and v read one copy of the hidden states, whose gradients are added up here, by autograd,
-        # before they are summed over the ranks: one all-reduce for the three.
-        if (region, source) not in self._in_region:
-            base = f"tensor_{source.name}_{region}"
-            if is_shared:
-                copy = self._share(region, source, copy, reader, base)
-            if shard is not None:
-                copy = self._part(shard, copy, reader, base, source)
-            self._in_region[region, source] = copy
-        return self._in_region[region, source]
-
-    def _share(self, region: int, source: fx.Node, copy: fx.Node, beside: fx.Node, base: str) -> fx.Node:
-        own = (user for user in source.users if self._region_of.get(user.name) == region)
-        found = (as_linear(user, self._captured.parameters) for user in own)
-        linears = [
-            f for f in found if f and f.operand is source and self._names[f.weight.name] in self._parameters
-        ]
-        given = [None if n is None else self._read(n) for f in linears for n in (f.weight, f.bias)]
-        target = shared(self._ranks, tuple(f.columns for f in linears))
-        made = self._add(target, (copy, *given), beside, f"{base}_sharing", None)
-        for number, each in enumerate(linears, start=1):
-            name = f"{base}_weights_{number}"
-            self._of_weights[each.node] = self._add(operator.getitem, (made, number), beside, name, None)
-        return self._add(operator.getitem, (made, 0), beside, f"{base}_shared", source)
-
-    def _part(
-        self, shard: TensorShard, whole: fx.Node, reader: fx.Node, base: str, value: fx.Node
-    ) -> fx.Node:
-        rows = shard.rows(self._ranks.position, self._ranks.size)
-        pieces = [
-            self._add(
-                aten.slice.Tensor,
-                (whole, shard.axis, first, first + count),
-                reader,
-                f"{base}_part_{i}",
-                value,
-            )
-            for i, (first, count) in enumerate(rows)
-        ]
-        if len(pieces) == 1:
-            return pieces[0]
-        return self._add(aten.cat.default, (pieces, shard.axis), reader, f"{base}_parts", value)
-
-    def _drawn(self, reader: fx.Node) -> fx.Node:
-        if self._number is None:
-            self._number = self._add(drawn(self._ranks), (), reader, "tensor_drawn", None)
-        return self._number
-
-    def _summed(self, node: fx.Node, operand: Any) -> fx.Node:
-        """Return the sum of the ranks' products, with the bias added once."""
-        # A bias is whole, and is added behind the sum: before it, each rank would add it once.
-        target: Any = node.target
-        bias: fx.Node | None = None
-        if target is aten.embedding.default:
-            table: Any = node.args[0]
-            first = self._first_of(self._parameters[self._names[table.name]])
-            args = (operand(table), operand(node.args[1]), *node.args[2:])
-            product = self._add(embedded(first), args, node, f"tensor_{node.name}_own", node)
-        elif target is aten.addmm.default:
-            bias, left, weight = (operand(each) for each in node.args)
-            product = self._add(aten.mm.default, (left, weight), node, f"tensor_{node.name}_product", node)
-        else:
-            bias_argument = argument(node, 2, "bias")
-            bias = operand(bias_argument) if isinstance(bias_argument, fx.Node) else None
-            left, weight = operand(node.args[0]), operand(node.args[1])
-            product = self._add(target, (left, weight), node, f"tensor_{node.name}_product", node)
-        total = summed(self._ranks)
-        if bias is None:
-            last = self._graph.create_node("call_function", total, (product,), {}, name=node.name)
-        else:
-            whole = self._add(total, (product,), node, f"tensor_{node.name}_sum", node)
-            last = self._graph.create_node(
-                "call_function", aten.add.Tensor, (whole, bias), {}, name=node.name
-            )
-        last.meta = dict(node.meta)
-        return last
-
-    def _first_of(self, shard: TensorShard) -> int:
-        """Return the first row, or column, that this rank has of what is cut into one part a rank."""
-        return shard.rows(self._ranks.position, self._ranks.size)[0][0]

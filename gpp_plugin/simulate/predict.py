@@ -43,12 +43,11 @@ from gpp_plugin.schedule.event_loop import (
     task_durations,
 )
 from gpp_plugin.schedule.gathers import stages_that_reduce_early
-from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.lower import lower_schedules
 from gpp_plugin.schedule.messages import message_bytes, messages_held_back_by, messages_read
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.program_sets import joined_windows, prefetch_graphs, window_schedules
-from gpp_plugin.schedule.task_graph import TaskGraph
+from gpp_plugin.schedule.task_graph import TaskGraph, program_grid
 from gpp_plugin.simulate.reductions import (
     BetweenTasks,
     ProgramReductions,

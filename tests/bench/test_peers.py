@@ -64,11 +64,11 @@ def test_scenarios_are_named_and_a_wrong_name_is_refused(capsys: pytest.CaptureF
         run_with("--only", "nothing_like_it")
 
 
-@pytest.mark.parametrize("peer", ["deepspeed", "torch"])
+@pytest.mark.parametrize("peer", ["deepspeed", "torch", "files"])
 def test_every_scenario_has_the_verdict_of_the_documents(peer: str) -> None:
     found = run_with("--peers", peer)
     assert found["ok"], [row for row in found["rows"] if not row["ok"]]
-    assert len(found["rows"]) == {"deepspeed": 61, "torch": 14}[peer]
+    assert len(found["rows"]) == {"deepspeed": 61, "torch": 14, "files": 36}[peer]
 
 
 def test_a_job_goes_on_from_a_converted_checkpoint() -> None:

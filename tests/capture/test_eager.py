@@ -119,6 +119,17 @@ def test_a_model_on_the_meta_device_is_tried_with_random_weights() -> None:
     assert_is_model(capture, model, make_batch(4))
 
 
+def test_weights_that_would_fill_the_machine_are_not_made_for_a_trial(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with torch.device("meta"):
+        empty = Routed()
+    _, make_batch = build_eager("routed")
+    monkeypatch.setattr("gpp_plugin.capture.eager.keep_whole.free_memory_bytes", lambda: 1000.0)
+    with pytest.raises(CaptureError, match="cannot be captured at layers.0.router"):
+        capture_model(empty, make_batch(4))
+
+
 def _counts(model: Any, x: Tensor) -> Any:
     """Returns as many rows as values say, or a number of its own."""
     is_kept = x[:, 0] > 0.0

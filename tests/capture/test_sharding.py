@@ -37,7 +37,8 @@ def test_attention_of_grouped_heads_and_a_gated_mlp():
         "down_proj.weight",
     }
     own = {each.block: each for each in coarsen(graph).sharding}
-    assert own.keys() == {"model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"}
+    assert own.keys() == {"model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"}
+    assert own["model.norm"].degrees == own["model.layers.1"].degrees  # on parts of its positions
     layer = own["model.layers.0"]
     assert layer.degrees == (2,)
     hidden = 2 * TEXT_LENGTH * 32 * 4  # two samples
@@ -48,17 +49,26 @@ def test_attention_of_grouped_heads_and_a_gated_mlp():
         parameter_bytes=4 * (32 * 32 * 2 + 16 * 32 * 2 + 48 * 32 * 3),
         trainable_bytes=4 * (32 * 32 * 2 + 16 * 32 * 2 + 48 * 32 * 3),
         saved_share=layer.saved_share,
-        forward_sums=2,
-        forward_sum_bytes=2 * hidden,
-        backward_sums=2,
-        backward_sum_bytes=2 * hidden,
+        forward_sums=0,
+        forward_sum_bytes=0,
+        backward_sums=0,
+        backward_sum_bytes=0,
         beside_share=layer.beside_share,
+        # of attention and MLP each: what goes in is gathered, the result is scattered; backward the other way round, and
+        # what went in once more for its weights' gradients
+        forward_gathers=4,
+        forward_gather_bytes=4 * hidden,
+        backward_gathers=6,
+        backward_gather_bytes=6 * hidden,
+        beside_gathers=4,
+        beside_gather_bytes=4 * hidden,
+        cut_results=("add_8",),
     )
     # q, k, v of q, k, v, o; gate and up of gate, up and down
     assert layer.beside_share == pytest.approx(
         (32 + 16 + 16 + 48 + 48) / (32 + 16 + 16 + 32 + 3 * 48), rel=0.01
     )
-    assert 0.9 < layer.flop_share < 1 and 0.4 < layer.saved_share < 1
+    assert 0.9 < layer.flop_share < 1 and 0.8 < layer.saved_share < 1
 
 
 def test_a_weight_of_queries_keys_and_values_is_cut_part_by_part():

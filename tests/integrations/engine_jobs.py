@@ -122,11 +122,20 @@ def decay_groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
 
 
 def train_with_everything(zero: int | str) -> dict[str, Any]:
-    """Clipping, parameter groups and a schedule; a ZeRO stage that is the planner's to choose is one of one stage."""
+    """Clipping, parameter groups and a schedule; a ZeRO stage that is the planner's to choose is one of one stage.
+
+    ``"2 offloaded"`` is ZeRO 2 with the optimizer on the CPU.
+    """
     model, make_batch = build("t5")
     batches = [make_batch(B, seed) for seed in range(4)]
+    held: dict[str, Any] = {} if zero == "auto" else {"stage": int(str(zero)[0])}
+    params = {"lr": 1e-3, "weight_decay": 0.01}
+    if str(zero).endswith("offloaded"):
+        held["offload_optimizer"] = {"device": "cpu"}
+        params["torch_adam"] = True  # DeepSpeed's own is compiled
     config = config_of(
-        zero_optimization={} if zero == "auto" else {"stage": zero},
+        zero_optimization=held,
+        optimizer={"type": "AdamW", "params": params},
         gradient_clipping=0.5,
         scheduler={"type": "WarmupLR", "params": {"warmup_max_lr": 2e-3, "warmup_num_steps": 3,
                                                   "warmup_type": "linear"}},

@@ -9,7 +9,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.runtime.tensor_ranks import GRADIENT, RESULT, own_part, parameter_shards
+from gpp_plugin.plan.costs.memory_formula import boundary_bytes
+from gpp_plugin.runtime.tensor_ranks import (
+    GRADIENT,
+    GRADIENT_PARTS,
+    PARTS,
+    RESULT,
+    own_part,
+    parameter_shards,
+)
 from tests.integrations.engine_jobs import B, U, config_of, make_engine, said_of, steps, steps_and_gradients
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -81,17 +89,32 @@ def count_sums(name: str, block: dict[str, Any], directory: str) -> dict[str, An
     engine = make_engine(model, make_batch(B), config({**block, "profile_dir": f"{directory}/profiles"}))
     steps(engine, [make_batch(B)])
     graph = engine._rank_runner.reference.block_graph
-    answer = {"forward": 0, "backward": 0, "planned forward": 0.0, "planned backward": 0.0}
+    answer = dict.fromkeys(
+        (
+            f"{planned}{way}{kind}"
+            for planned in ("", "planned ")
+            for way in ("forward", "backward")
+            for kind in ("", " parts")
+        ),
+        0.0,
+    )
     for index in engine.rank_engine.indices:
         stage = engine._plan.stages[index]
         sent = engine._source._job.links.of(stage).sent_bytes
         answer["forward"] += sent.get(RESULT, 0)
         answer["backward"] += sent.get(GRADIENT, 0)
+        answer["forward parts"] += sent.get(PARTS, 0)
+        answer["backward parts"] += sent.get(GRADIENT_PARTS, 0)
         share = B / stage.degree / graph.num_samples
         for own in graph.sharding:
             if own.block in stage.blocks and stage.tensor in own.degrees:
                 answer["planned forward"] += own.forward_sum_bytes * share
                 answer["planned backward"] += own.backward_sum_bytes * share
+                answer["planned forward parts"] += own.forward_gather_bytes * share
+                answer["planned backward parts"] += own.backward_gather_bytes * share
+        leaving, entering = boundary_bytes(graph, stage.blocks, stage.tensor)
+        answer["planned forward parts"] += sum(leaving) * share
+        answer["planned backward parts"] += sum(entering) * share
     engine.destroy()
     return answer
 
@@ -280,8 +303,9 @@ SUMMED = [
 @pytest.mark.parametrize(("name", "ranks", "block"), SUMMED)
 def test_bytes_that_are_summed_are_those_of_the_graph(name, ranks, block, tmp_path):
     for answer in run_kept_ranks(count_sums, ranks, name, block, str(tmp_path)):
-        assert answer["forward"] == answer["planned forward"] > 0
-        assert answer["backward"] == answer["planned backward"] > 0
+        for way in ("forward", "backward", "forward parts", "backward parts"):
+            assert answer[way] == answer[f"planned {way}"], (way, answer)
+        assert answer["forward parts"] > 0 and answer["backward parts"] > 0
 
 
 def test_checkpoints_are_cut_anew_for_other_tensor_sizes(tmp_path):

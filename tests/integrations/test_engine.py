@@ -15,13 +15,13 @@ from tests.reference import gradient_errors, train_reference
 from tests.runtime.odd_models import build_odd
 
 
-@pytest.mark.parametrize("zero", [2, 0, 1, 3, "auto"])
+@pytest.mark.parametrize("zero", [2, 0, 1, 3, "auto", "1 offloaded", "2 offloaded", "3 offloaded"])
 def test_clipping_groups_and_schedule_equal_torch(zero: int | str) -> None:
     if zero == "auto":  # nobody names a stage: the planner's holds for optimizers and plan alike
         answers = run_kept_ranks(jobs.train_with_everything, 2, zero)
     else:
         answers = run_ranks(jobs.train_with_everything, 4, zero)
-    assert {answer["zero"] for answer in answers} == {1 if zero == "auto" else zero}
+    assert {answer["zero"] for answer in answers} == {1 if zero == "auto" else int(str(zero)[0])}
     model, make_batch = build("t5")
     rates, norms = [answers[0]["first_rate"], *(rate for rate, _ in answers[0]["rates"])], list[float]()
 

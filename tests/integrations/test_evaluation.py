@@ -227,6 +227,21 @@ def test_more_batches_at_once_run_on_the_code_that_one_has() -> None:
     assert all(outputs["row"].equal(rows_of(6)["x"]) for _, outputs in found)
 
 
+def test_many_batches_run_without_an_agreement_between_them() -> None:
+    job = Job(plan_of((("a",), (0,), 1), unit=1))
+    job.asked, sums = ("row",), []
+    collectives: Any = job.evaluator._collectives
+    collectives.sum = lambda value, what: sums.append(what) or value + 0.0
+    batches = [UnitBatch(units=tuple({"x": torch.full((1, 2), n + i)} for i in (0.0, 0.5))) for n in range(7)]
+    found = job.evaluator.evaluate(batches, outputs=("row",), needs_loss=True)
+    runners = [text for text in job.log if text.startswith("runner")]
+    assert runners == ["runner of 8", "runner of 4", "runner of 2"], "7 are 4, 2 and 1"
+    assert [loss for loss, _ in found] == [n + 0.25 for n in range(7)]
+    for batch, (_, outputs) in zip(batches, found, strict=True):
+        assert all(own.equal(unit["x"]) for own, unit in zip(outputs["row"], batch.units, strict=True))
+    assert len(sums) == 1
+
+
 def test_units_of_their_own_shapes_are_never_joined_and_come_back_in_their_order() -> None:
     units = tuple({"x": torch.full((1, width), float(width))} for width in (3, 1, 2, 5))
     loss, outputs = Job(plan_of((("a",), (0,), 1), unit=1)).evaluate(

@@ -13,7 +13,10 @@ import transformers
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from gpp_benchmarks.zoo import CATALOGUE
+from gpp_benchmarks.zoo import build as build_of_zoo
 from gpp_plugin.errors import CheckpointError
+from gpp_plugin.integrations.huggingface import hf_models
 from gpp_plugin.integrations.huggingface.hf_weights import (
     checkpoint_keys,
     save_pretrained,
@@ -228,3 +231,53 @@ def test_a_models_own_checkpointing_is_noticed_without_a_warning_of_its_own() ->
     enable()
     assert _checkpoints_activations(model)
     assert not _checkpoints_activations(torch.nn.Linear(1, 1))
+
+
+@pytest.fixture
+def small_examples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images and sound of models that take any size: small ones, for models of a few layers."""
+    for name, value in (("_USUAL_SIDE", 64), ("_USUAL_FRAMES", 96), ("_USUAL_WAVE", 4096)):
+        monkeypatch.setattr(hf_models, name, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes"),
+    [
+        # 3 samples of 16 x 16 patches of 3 * 2 * 4 * 4 numbers; 4 patches are a place
+        ("qwen2_5_vl", {"pixel_values": (768, 96), "image_grid_thw": (3, 3), "input_ids": (3, 64 + 8)}),
+        ("llava_next", {"pixel_values": (3, 2, 3, 8, 8), "image_sizes": (3, 2), "input_ids": (3, 10 + 8)}),
+        ("blip_2", {"pixel_values": (3, 3, 8, 8), "input_ids": (3, 4 + 8)}),
+        ("idefics3", {"pixel_values": (3, 1, 3, 8, 8), "input_ids": (3, 1 + 8)}),
+        ("aya_vision", {"pixel_values": (3, 3, 8, 8), "input_ids": (3, 1 + 8)}),
+        ("lfm2_vl", {"pixel_values": (3, 4, 48), "spatial_shapes": (3, 2), "input_ids": (3, 1 + 8)}),
+        ("qwen2_audio", {"input_features": (3, 8, 16), "input_ids": (3, 4 + 8)}),
+        ("speech_to_text", {"input_features": (3, 96, 8), "labels": (3, 8)}),
+        ("wav2vec2", {"input_values": (3, 4096), "labels": (3, 8)}),
+        ("segformer", {"pixel_values": (3, 3, 32, 32), "labels": (3, 32, 32)}),
+        ("bert_questions", {"input_ids": (3, 8), "start_positions": (3,), "end_positions": (3,)}),
+        ("roberta_choice", {"input_ids": (3, 2, 8), "labels": (3,)}),
+        ("videomae", {"pixel_values": (3, 2, 3, 8, 8), "labels": (3,)}),
+    ],
+)
+def test_example_batches_have_a_loss(
+    small_examples: None, name: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
+    model, _ = build_of_zoo(name)
+    batch = hf_models.make_example_batch(model, num_samples=3, length=8)
+    assert {key: tuple(batch[key].shape) for key in shapes} == shapes
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_most_families_have_an_example_batch(small_examples: None) -> None:
+    found = {}
+    for name in CATALOGUE:
+        model, _ = build_of_zoo(name)
+        model.config.use_cache = False  # type: ignore[union-attr]
+        try:
+            result = model(**hf_models.make_example_batch(model, num_samples=2, length=8))
+            found[name] = result["loss"] is not None
+        except Exception:  # refused in a line, or what a model says of inputs that do not fit
+            found[name] = False
+    of_vision = [found[name] for name, entry in CATALOGUE.items() if entry.kind == "vision-language"]
+    assert sum(found.values()) >= 260
+    assert sum(of_vision) >= 55

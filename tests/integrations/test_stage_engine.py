@@ -13,8 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_plugin.engine.rank_engine import StageEngine
+from gpp_plugin.model.model_source import ModelSource
 from tests.integrations import toy
-from tests.integrations.engine_jobs import said_of
+from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
+from tests.models import build
 from tests.ranks import run_kept_ranks
 
 MICRO_BATCHES = 3
@@ -381,7 +383,11 @@ def test_a_construction_that_fails_on_one_stage_fails_on_all() -> None:
 
 
 def construct_fp16() -> str:
-    return said_of(lambda: toy.make_engine(dist.get_rank(), make_config(0, "fp16")))
+    model, make_batch = build("gpt2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelSource, "prepare_plan", None)  # it is refused before anything is captured
+        config = config_of(fp16={"enabled": True})
+        return said_of(lambda: make_engine(model, make_batch(B, 0), config))
 
 
 def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
@@ -389,6 +395,6 @@ def test_fp16_is_refused_where_deepspeed_refuses_it() -> None:
 
     if get_accelerator().is_fp16_supported():
         pytest.skip("this device computes fp16")
-    assert set(run_kept_ranks(construct_fp16, toy.NUM_RANKS)) == {
+    assert set(run_kept_ranks(construct_fp16, 2)) == {
         "ConfigError: fp16.enabled: this device (cpu) computes no fp16; use bf16"
     }

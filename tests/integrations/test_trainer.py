@@ -608,6 +608,27 @@ def test_a_compute_loss_that_returns_the_models_own_is_taken_and_no_other(
     assert found._arguments_of(batch).keys() == wanted.keys() and not found.model._forward_hooks
 
 
+def test_batches_are_evaluated_together_up_to_a_number_and_bytes() -> None:
+    """The first alone, to see how much comes out; a batch of another shape begins anew."""
+    groups: list[list[int]] = []
+
+    def evaluate(batches: Any) -> list[Any]:
+        groups.append([int(batch["x"][0, 0]) for batch in batches])
+        return [(torch.tensor(0.0), (torch.zeros(1),)) for _ in batches]
+
+    def batches_of(count: int, width: int) -> list[dict[str, torch.Tensor]]:
+        return [{"x": torch.full((2, 3 if number < count - 1 else width), number)} for number in range(count)]
+
+    state = SimpleNamespace(end_of_dataloader=False, remainder=0)
+    found = trainer_config.EvaluatedBatches(batches_of(20, 2), evaluate, state=state, has_units=False)
+    assert [int(inputs["x"][0, 0]) for inputs in found] == list(range(20))
+    assert groups == [[0], list(range(1, 19)), [19]]
+    groups.clear()
+    huge = [{"x": torch.full((2, 2**22), 1.0)} for _ in range(12)]  # 32 MiB each
+    assert len(list(trainer_config.EvaluatedBatches(huge, evaluate, state=state, has_units=False))) == 12
+    assert [len(group) for group in groups] == [1, 7, 4]
+
+
 class Numbers(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(6))

@@ -74,7 +74,7 @@ class MadeUpStage(nn.Module):
         number = given[0].sum() + sum(weight.square().mean() for weight in given[first:weights])
         drop: Callable[..., Tensor] = nn.functional.dropout
         if self._ranks is not None:
-            tensor, of_weights = shared(self._ranks, (0,))(number.expand(1, 4), given[1], None)
+            tensor, of_weights = shared(self._ranks, (0,))(number.expand(1, 4), None, given[1], None)
             number = linear(torch.ops.aten.linear.default, 0)(of_weights, tensor, given[1]).mean()
             seed = drawn(self._ranks)()
             drop = functools.partial(seeded(drop, self._ranks, CUDA, place=1, is_part=True), seed)

@@ -266,7 +266,7 @@ def tensor_sums_job(layers: int = 3) -> Job:
             weights = [torch.ones(3, 4, device=CUDA, requires_grad=True) for _ in range(3)]
             for weight in weights:
                 weight.register_hook(lambda _: cuda.tape.put(cuda.stream.number, "weight") and None)
-            tensor, *of_weights = share(hidden, *(each for w in weights for each in (w, None)))
+            tensor, *of_weights = share(hidden, None, *(each for w in weights for each in (w, None)))
             parts = [read(o, tensor, w) for o, w in zip(of_weights, weights, strict=True)]
             hidden = torch.stack(parts).sum(0) @ torch.ones(3, 4, device=CUDA)
         hidden.sum().backward()

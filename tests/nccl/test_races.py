@@ -15,8 +15,9 @@ from torch import Tensor
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
 from gpp_plugin.ir.analysis import regions_in
+from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part, shard_graph
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part
 from tests.nccl import planted
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
@@ -231,7 +232,9 @@ def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_spl
 
         cuda, _ = record_rank(2, 0, work)
         assert not races_of(0, cuda.memory)
-        assert any(access.what == "all_reduce" for block in cuda.memory.used for access in block.accesses)
+        assert any(
+            access.what == "all_to_all_single" for block in cuda.memory.used for access in block.accesses
+        )
     for found in numbers[1:]:
         assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
 
@@ -247,11 +250,18 @@ def in_parts(stage: TestStage) -> tuple[TestStage, TensorRanks]:
     ]
     cuts = {shard.name: shard for region in regions for shard in region.parameters}
     ranks = TensorRanks(stage="s", position=0, size=2, parts=cuts)
-    sharded_graph, added = shard_graph(captured, regions, ranks, [n for b in blocks for n in b.nodes])
+    sharded_graph, added, (loss,) = shard_graph(
+        captured,
+        regions,
+        ranks,
+        [n for b in blocks for n in b.nodes],
+        sequence=captured.analysis.sharding.sequence,
+        outputs=(str(captured.op_graph.loss),),
+    )
     more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
     blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
     nodes = [n for b in blocks for n in b.nodes]
-    function = build_stage_function(sharded_graph, nodes, (str(captured.op_graph.loss),))
+    function = build_stage_function(sharded_graph, nodes, (loss,))
     if function.choice is not None:
         function.choice.use(captured.analysis.unpadded)
     state = {

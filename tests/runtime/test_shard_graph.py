@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,20 +18,21 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.find_regions import regions_of_stage
-from gpp_plugin.ir.analysis import ShardedRegion, TensorShard
+from gpp_plugin.ir.analysis import ShardedRegion, TensorShard, regions_of_stage, sequence_in
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime import tensor_ranks
+from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.split import BackwardSplitter
 from gpp_plugin.runtime.stage_module import StageFunction, build_stage_function
 from gpp_plugin.runtime.tensor_ranks import (
+    GRADIENT_PARTS,
+    PARTS,
     TensorRanks,
     cross_entropy,
     embedded,
     joined,
     own_part,
     seeded,
-    shard_graph,
     shared,
 )
 from tests.models import build
@@ -42,6 +44,7 @@ class Threads:
     def __init__(self, size: int) -> None:
         self._barrier = threading.Barrier(size, timeout=60)
         self._brought: dict[int, Tensor] = {}
+        self._pieces: dict[int, list[Tensor]] = {}
 
     def sum(self, position: int, tensor: Tensor, op: Any) -> Tensor:
         self._brought[position] = tensor.detach().clone()
@@ -50,6 +53,21 @@ class Threads:
         total = brought.amax(0) if op == dist.ReduceOp.MAX else brought.sum(0)
         self._barrier.wait()
         return total
+
+    def exchange(
+        self, position: int, pieces: Sequence[Tensor], num_received: Sequence[int]
+    ) -> tuple[Tensor, Callable[[], None]]:
+        """Begin to send each its piece: what comes is there when it has been waited for."""
+        received = torch.full((sum(num_received),), torch.nan, dtype=pieces[0].dtype)
+        sent = [piece.detach().reshape(-1).clone() for piece in pieces]
+
+        def wait() -> None:
+            self._pieces[position] = sent
+            self._barrier.wait()
+            received.copy_(torch.cat([self._pieces[i][position] for i in sorted(self._pieces)]))
+            self._barrier.wait()
+
+        return received, wait
 
     def begin_sum(self, position: int, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         """Begin a sum that is there when it has been waited for: until then the tensor holds no numbers."""
@@ -120,6 +138,8 @@ def check_ranks(
 ) -> None:
     """Compare loss and gradients of ranks that share these regions out with those of one that computes all."""
     nodes = [node.name for node in captured.op_graph.nodes]
+    sequence = captured.analysis.sharding.sequence
+    assert sequence
     loss = captured.op_graph.loss
     assert loss is not None
     whole = build_stage_function(captured, nodes, [loss])
@@ -132,12 +152,23 @@ def check_ranks(
     summed = dist.ReduceOp.SUM
     monkeypatch.setattr(TensorRanks, "sum", lambda r, t, what, op=summed: threads.sum(r.position, t, op))
     monkeypatch.setattr(TensorRanks, "begin_sum", lambda r, t, what: threads.begin_sum(r.position, t))
+
+    def exchange(
+        ranks: TensorRanks, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], size: int, what: str
+    ) -> tuple[Tensor, Callable[[], None]]:
+        assert what in (PARTS, GRADIENT_PARTS)
+        return threads.exchange(ranks.position, pieces, [math.prod(shape) for shape in shapes])
+
+    monkeypatch.setattr(TensorRanks, "_begin_exchange", exchange)
     regions = [r for r in regions if r.is_divided_by(degree)]
     cuts = {shard.name: shard for region in regions for shard in region.parameters}
 
     def run(position: int) -> None:
         ranks = TensorRanks(stage="all", position=position, size=degree)
-        sharded, added = shard_graph(captured, regions, ranks, nodes)
+        sharded, added, (loss_name,) = shard_graph(
+            captured, regions, ranks, nodes, sequence=sequence, outputs=[loss]
+        )
+        assert loss_name == loss
         function = build_stage_function(sharded, [*nodes, *added], [loss])
         own = {
             n: own_part(t, cuts[n], position, degree).requires_grad_() if n in cuts else t
@@ -146,6 +177,11 @@ def check_ranks(
         answers[position] = outcome(function, own, batch)
 
     run_together(run, degree)
+    partial = {name for part in sequence_in(sequence, nodes, regions) for name in part.parameters}
+    for name in partial:
+        total = sum(gradients[name] for _, gradients in answers.values())
+        for _, gradients in answers.values():
+            gradients[name] = total
     for position, (found_loss, found) in answers.items():
         # the models themselves cast logits to single precision
         assert float(found_loss) == pytest.approx(float(wanted_loss), rel=1e-6)
@@ -294,7 +330,7 @@ def test_gradients_of_weights_are_made_while_the_inputs_is_summed(
         tensor.register_post_accumulate_grad_hook(lambda _: events.append("weight"))
     within = leaf * 2
     given = [t for pair in zip(weights, biases, strict=True) for t in pair]
-    s, *of_weights = shared(ranks, [columns] * 3)(within, *given)
+    s, *of_weights = shared(ranks, [columns] * 3)(within, None, *given)
     operator = tensor_ranks.linear(call, place)
     backward([operator(of_weights[n], *arguments(s, n)) for n in range(3)])
     own = ["weight"] * len(trained)
@@ -302,7 +338,7 @@ def test_gradients_of_weights_are_made_while_the_inputs_is_summed(
     found = taken()
     assert torch.equal(found[0], 3 * wanted[0]) and all(map(torch.equal, found[1:], wanted[1:]))
     with torch.no_grad():
-        s, *of_weights = shared(ranks, [columns] * 3)(within, *given)
+        s, *of_weights = shared(ranks, [columns] * 3)(within, None, *given)
         made = operator(of_weights[0], *arguments(s, 0))
     assert torch.equal(made, call(*arguments(within, 0))) and events[-1] in ("wait", "weight")
 

@@ -12,8 +12,8 @@ from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.checks.validate_programs import validate_programs
-from gpp_plugin.schedule.grid import format_grid
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.task_graph import format_grid
 from tests.schedule.plans import changed, proven, simple_plan, with_all
 
 COMPUTE, SEND, RECEIVE = InstructionKind.COMPUTE, InstructionKind.SEND, InstructionKind.RECEIVE

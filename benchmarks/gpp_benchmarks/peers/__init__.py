@@ -2,6 +2,7 @@
 
     gpp bench peers                      all of them
     gpp bench peers --peers torch        of torch.distributed.pipelining: its models and its schedules
+    gpp bench peers --peers files        configurations that projects ship, beside one process
     gpp bench peers --only tied eval     those whose names have one of these texts in them
 
 A scenario does what a test of the peer does, by calls that both engines have, on gloo ranks: values, types and
@@ -23,13 +24,13 @@ from gpp_benchmarks._ranks import bench_ranks
 from gpp_benchmarks.peers._scenario import RAISED, SCENARIOS, Scenario, Seen, verdict_of
 from gpp_plugin.errors import ConfigError, RuntimeFailure
 
-PEERS = ("deepspeed", "torch")
+PEERS = ("deepspeed", "torch", "files")
 START_S = 120.0
 
 
 def all_scenarios() -> list[Scenario]:
     """Return every scenario, in the order of the table."""
-    for name in ("_deepspeed", "_deepspeed_checkpoints", "_torch"):
+    for name in ("_deepspeed", "_deepspeed_checkpoints", "_torch", "_files"):
         importlib.import_module(f"gpp_benchmarks.peers.{name}")
     return SCENARIOS
 
@@ -62,7 +63,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
                 group = [own for own in chosen if (own.peer, own.ranks) == (peer, ranks)]
                 print(f"{peer}: {len(group)} scenarios on {ranks} ranks", flush=True)
                 seen = [
-                    _seen_on(is_peer, group, ranks=ranks, folder=Path(folder), limit_s=args.limit)
+                    _seen_on(
+                        is_peer,
+                        group,
+                        ranks=1 if is_peer and peer == "files" else ranks,
+                        folder=Path(folder),
+                        limit_s=args.limit,
+                    )
                     for is_peer in (True, False)
                 ]
                 for own in group:

@@ -26,13 +26,15 @@ class Scenario:
     """One behaviour that a peer's tests ask for.
 
     Args:
-        peer: ``deepspeed`` or ``torch``; ``of`` is the part of its tests.
+        name: what the command line has for it.
+        peer: ``deepspeed`` or ``torch``; ``files`` are configurations, beside one process. ``of`` is a part of it.
         what: the behaviour, for the table.
         here: what is expected: same, refused or differs; ``why`` is the reason and what to use.
         run: returns what one side shows; None for what cannot be run beside the peer, which ``test`` shows.
         most: largest relative distance of numbers that are the same.
     """
 
+    name: str
     peer: str
     of: str
     what: str
@@ -42,11 +44,6 @@ class Scenario:
     most: float
     run: Callable[[Side], Seen] | None
     test: str = ""
-
-    @property
-    def name(self) -> str:
-        """Return the name that the command line has for it."""
-        return self.test.rpartition("::")[2] if self.run is None else self.run.__name__
 
 
 SCENARIOS: list[Scenario] = []
@@ -66,20 +63,24 @@ def scenario(
     """Put a function into the list of scenarios."""
 
     def add(run: Callable[[Side], Seen]) -> Callable[[Side], Seen]:
-        SCENARIOS.append(
-            Scenario(peer=peer, of=of, what=what, here=here, why=why, ranks=ranks, most=most, run=run)
+        add_scenario(
+            run, name=run.__name__, peer=peer, of=of, what=what, here=here, why=why, ranks=ranks, most=most
         )
         return run
 
     return add
 
 
+def add_scenario(run: Callable[[Side], Seen] | None, *, ranks: int = 2, test: str = "", **facts: Any) -> None:
+    """Put a scenario into the list."""
+    SCENARIOS.append(Scenario(run=run, ranks=ranks, test=test, **facts))
+
+
 def shown_elsewhere(of: str, what: str, *, here: str, test: str, why: str = "") -> None:
     """Put into the list what only a test of ours shows."""
-    SCENARIOS.append(
-        Scenario(
-            peer="deepspeed", of=of, what=what, here=here, why=why, ranks=0, most=0.0, run=None, test=test
-        )
+    name = test.rpartition("::")[2]
+    add_scenario(
+        None, name=name, peer="deepspeed", of=of, what=what, here=here, why=why, ranks=0, most=0.0, test=test
     )
 
 

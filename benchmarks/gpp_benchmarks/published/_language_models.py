@@ -331,9 +331,6 @@ def _rows_of(
     yield row
     if more is not None:
         kept = dataclasses.replace(run, recompute=False)
-        # a step is a + b / efficiency
-        here, there = costs.cluster.devices[0].efficiency, 0.8
-        b = (row.ours - run.step(run.costs(there), size, chunks)) / (1 / here - 1 / there)
         yield dataclasses.replace(
             row,
             quantity="step, selective",
@@ -341,13 +338,16 @@ def _rows_of(
             ours=kept.step(kept.costs(), size, chunks),
             why=_WHY_SELECTIVE,
         )
-        yield dataclasses.replace(
-            row,
-            quantity="efficiency of products",
-            unit="share",
-            published=b / (seconds - row.ours + b / here),
-            ours=here,
-            known=ASSUMED,
-            limit=None,
-            why=_WHY_EFFICIENCY,
-        )
+    # a step is a + b / efficiency
+    here, there = costs.cluster.devices[0].efficiency, 0.8
+    b = (row.ours - run.step(run.costs(there), size, chunks)) / (1 / here - 1 / there)
+    yield dataclasses.replace(
+        row,
+        quantity="efficiency of products",
+        unit="share",
+        published=b / (seconds - row.ours + b / here),
+        ours=here,
+        known=ASSUMED,
+        limit=None,
+        why=_WHY_EFFICIENCY,
+    )

@@ -61,6 +61,7 @@ from gpp_plugin.capture.tracing.outside import TORCHS_OWN, refill
 from gpp_plugin.capture.tracing.symbolic_sizes import tensors_in
 from gpp_plugin.capture.tracing.values import ReadingMode
 from gpp_plugin.errors import CaptureError, first_line
+from gpp_plugin.launch import free_memory_bytes
 
 _LIBRARY = torch.library.Library("gpp_plugin", "FRAGMENT")
 _LIBRARY.define("eager(Tensor[] tensors, str call) -> Tensor[]")
@@ -324,6 +325,12 @@ class WholeCalls:
         )
         with _disable_current_modes():
             left = _LeftByHooks(self._original, path) if is_hooked else None
+        made = sum(4 * t.numel() for t in weights if t.is_meta or isinstance(t, FakeTensor))
+        if made > (free := free_memory_bytes()) / 2:
+            raise NeedsWholeModule(
+                f"{call.where}, which is to run as it is, has {made / 2**30:.1f} GiB of weights to be tried with, and "
+                f"{free / 2**30:.1f} GiB are free"
+            )
         nodes = [_node_of(tensor) for tensor in traced[len(weights) :]]
         self._is_trying, self._gives_modules = True, False
         call.callee.function = noting

@@ -359,6 +359,16 @@ def _checked_arguments(
             raise ConfigError(
                 f"deepspeed.initialize: {key} cannot be combined with graph_pipeline; remove it"
             )
+    optimizer = call.get("optimizer")
+    held = (ds_config.get("zero_optimization") or {}).get("offload_optimizer") or {}
+    if isinstance(optimizer, torch.optim.Optimizer) and held.get("device", "none") != "none":
+        # what DeepSpeed refuses itself, when all is built
+        forced = ds_config.get("zero_force_ds_cpu_optimizer", True)
+        if forced and type(optimizer).__name__ != "DeepSpeedCPUAdam":
+            raise ConfigError(
+                "zero_force_ds_cpu_optimizer: true with offload_optimizer, and the optimizer is "
+                f"{type(optimizer).__name__}; set the key to false, or give an optimizer block in the JSON"
+            )
     sample: Any = None
     if isinstance(model, GraphPipelineModule):
         sample = model.sample_batch
@@ -532,7 +542,7 @@ def _make_setting(
         group=group,
     )
     check_ranks(block, num_ranks)
-    return setting_of(
+    setting = setting_of(
         ds_config,
         rank=dist.get_rank(),
         num_ranks=num_ranks,
@@ -541,6 +551,9 @@ def _make_setting(
         placement=placement,
         optimizer=call.get("optimizer"),
     )
+    if setting.dtype == torch.float16 and not get_accelerator().is_fp16_supported():
+        raise ConfigError(f"fp16.enabled: this device ({setting.device.type}) computes no fp16; use bf16")
+    return setting
 
 
 def setting_of(

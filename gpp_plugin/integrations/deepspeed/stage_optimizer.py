@@ -125,8 +125,6 @@ class DeepSpeedOptimizer:
         device = replica.device
         if not deepspeed.comm.is_initialized():
             raise ConfigError("deepspeed.comm is not initialised; call deepspeed.init_distributed() first")
-        if self._dtype == torch.float16 and not get_accelerator().is_fp16_supported():
-            raise ConfigError(f"fp16.enabled: this device ({device.type}) computes no fp16; use bf16")
         os.environ.setdefault("LOCAL_RANK", str(replica.rank if device.index is None else device.index))
         if replica.rank == 0:
             for note in self.config.notes:
@@ -335,6 +333,9 @@ def _make_inner_engine(
     # Its timers and counters belong to its own forward; the runtime calls the module many times a step.
     engine.module_forward_pre_hook.remove()
     engine.module_forward_post_hook.remove()
+    # With an offloaded optimizer ZeRO watches gradients whatever its settings say; the stage hands them over itself.
+    for hook in getattr(engine.optimizer, "_grad_acc_hooks", ()):
+        hook.remove()
     return engine
 
 

@@ -288,6 +288,11 @@ def _shifts_labels(model: nn.Module) -> bool:
     return LOSS_MAPPING.get(kind) is ForCausalLMLoss
 
 
+def base_model(model: Any) -> Any:
+    """Return the model within adapters, or the model."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
 # What a model returns, and what Trainer would make of it outside of its forward.
 
 
@@ -352,7 +357,7 @@ def divides_by_items(model: Any, batch: Mapping[str, Any]) -> bool:
     Raises:
         ConfigError: the model cannot be called with the batch.
     """
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_model(model)
     if not getattr(model, "accepts_loss_kwargs", getattr(base, "accepts_loss_kwargs", True)):
         return False
     count = torch.ones((), requires_grad=True)
@@ -414,6 +419,26 @@ def arguments_of_own_loss(
         note.remove()
 
 
+def check_others_losses(kind: type) -> None:
+    """Refuse a class that has one of TRL's trainers as a base: their losses are computed outside of the model.
+
+    Raises:
+        ConfigError: names the trainer.
+    """
+    for base in kind.__mro__:
+        if base.__module__.partition(".")[0] != "trl":
+            continue
+        if base.__name__ == "SFTTrainer":
+            raise ConfigError(
+                f"{kind.__name__}: SFTTrainer computes its loss outside of the model; use "
+                "gpp_plugin.GraphPipelineSFTTrainer in place of both classes"
+            )
+        raise ConfigError(
+            f"{kind.__name__}: {base.__name__} computes its loss from several forwards, and a pipeline runs one; use "
+            f"{base.__name__} without a pipeline, or gpp_plugin.GraphPipelineSFTTrainer for supervised fine-tuning"
+        )
+
+
 def _replace_forward(module: nn.Module, make: Callable[[Any], Callable[..., Any]], **more: Any) -> None:
     """Give a module another forward, made of its own; its class has the same name, and copies have it, too.
 
@@ -465,6 +490,21 @@ def multiply_loss(model: nn.Module, factor: int) -> None:
             return {"loss": outputs["loss"] * factor, **others}
 
         return multiplied
+
+    _replace_forward(model, make)
+
+
+def add_output(model: nn.Module, name: str, make_output: Callable[[Any, Tensor], Tensor]) -> None:
+    """Let a model return something more that is made of its outputs and labels, where it has both."""
+
+    def make(forward: Any) -> Callable[..., Any]:
+        def with_more(self: Any, *args: Any, **inputs: Any) -> Any:
+            outputs, labels = forward(self, *args, **inputs), inputs.get(LABELS)
+            if labels is None or outputs.get("logits") is None:
+                return outputs
+            return {**outputs, name: make_output(outputs, labels)}
+
+        return with_more
 
     _replace_forward(model, make)
 

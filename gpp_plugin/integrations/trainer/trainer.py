@@ -21,7 +21,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import deepspeed
 import torch
@@ -34,13 +34,15 @@ from transformers.trainer_utils import seed_worker
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import load_deepspeed_json, read_config
 from gpp_plugin.engine.loading.rank_shard import check_same_samples, sample_from_dataset
-from gpp_plugin.errors import CheckpointError, ConfigError
+from gpp_plugin.errors import ConfigError
 from gpp_plugin.integrations.deepspeed.config_values import read_deepspeed
 from gpp_plugin.integrations.deepspeed.dispatch import GraphPipelineModule
 from gpp_plugin.integrations.huggingface.model_inputs import (
     add_noise,
     arguments_of_own_loss,
+    base_model,
     check_model,
+    check_others_losses,
     divides_by_items,
     multiply_loss,
     return_loss_of,
@@ -59,6 +61,7 @@ from gpp_plugin.integrations.trainer.trainer_config import (
     check_length,
     cut,
     engine_config,
+    load_checkpoint,
     mini_batch_of,
     one_process_arguments,
     pads_to_longest,
@@ -101,6 +104,8 @@ class GraphPipelineTrainer(Trainer):
 
     optimizer: Any
     lr_scheduler: Any
+    _own_losses: ClassVar[tuple[Any, ...]] = (Trainer.compute_loss,)
+    """What computes the model's own loss, and need not be tried."""
 
     def __init__(
         self,
@@ -129,12 +134,12 @@ class GraphPipelineTrainer(Trainer):
         self._whole_steps: WholeSteps | None = None
         self._ahead: EvaluatedBatches | None = None
         self._prediction_outputs = prediction_outputs
+        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = self._entries
         # before Trainer's constructor: those of others, which call it, prepare whole datasets
         check_arguments(args)
         self._check_calls(model, own, *positional, **passed)
         super().__init__(model, own, *positional, **passed)
-        self._arguments_of: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
-        if type(self).compute_loss is not Trainer.compute_loss:
+        if type(self).compute_loss not in self._own_losses:
             self._arguments_of = self._try_own_loss()
         if self._num_ranks > 1 and self.train_dataset is not None:
             with restored_host_streams():
@@ -165,9 +170,11 @@ class GraphPipelineTrainer(Trainer):
         )
         read_config(config)
         read_deepspeed(config)
+        if self._own_losses[0] is Trainer.compute_loss:
+            check_others_losses(type(self))
         try:
-            given = inspect.signature(Trainer.__init__).bind_partial(self, model, own, *positional, **passed)
-        except TypeError:  # another constructor is before Trainer's
+            given = inspect.signature(super().__init__).bind_partial(model, own, *positional, **passed)
+        except TypeError:  # the constructor itself says so
             return
         _, schedule = given.arguments.get("optimizers") or (None, None)
         if not isinstance(config.get("scheduler"), Mapping):
@@ -182,6 +189,10 @@ class GraphPipelineTrainer(Trainer):
                     "lr_scheduler_type, or subclass create_scheduler"
                 )
         check_length(given.arguments.get("train_dataset"), own)
+
+    def _entries(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what of a batch the model is called with."""
+        return dict(batch)
 
     def _try_own_loss(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
         """Call a subclass's `compute_loss` once; return what makes of a batch the arguments it calls the model with.
@@ -331,11 +342,7 @@ class GraphPipelineTrainer(Trainer):
         Trainer passes the labelled tokens of a step, and then adds up the losses of its batches: a loss that is not
         divided by them is so many times as large.
         """
-        loss_of = self.compute_loss_func
-        if loss_of is None and (smoother := self.label_smoother) is not None:
-            base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-            shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
-            loss_of = functools.partial(smoother, **({"shift_labels": True} if shifts else {}))
+        loss_of = self._loss_function(sample)
         accepts = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
         if loss_of is not None:
             return_loss_of(self.model, loss_of, counts=accepts)
@@ -348,6 +355,15 @@ class GraphPipelineTrainer(Trainer):
         if not divides and is_training and (self._user_config.get(BLOCK) or {}).get("loss_mean") is None:
             multiply_loss(self.model, self.args.gradient_accumulation_steps)
         return divides
+
+    def _loss_function(self, sample: Mapping[str, Any]) -> Callable[..., Tensor] | None:
+        """Return what computes the loss of a model's outputs and labels outside of its forward; None: nothing does."""
+        if self.compute_loss_func is not None:
+            return self.compute_loss_func
+        if (smoother := self.label_smoother) is None:
+            return None
+        shifts = type(base_model(self.model)).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        return functools.partial(smoother, **({"shift_labels": True} if shifts else {}))
 
     def _units_of(self, loader: Any, sizes: Mapping[str, Any]) -> int | None:
         """Return the loss units of a step whose batches have lengths of their own; None where they are alike.
@@ -421,7 +437,7 @@ class GraphPipelineTrainer(Trainer):
         if isinstance(train_dataloader, StreamLoader):  # its position is saved and restored
             engine.set_dataloader(train_dataloader)
         if resume_from_checkpoint is not None:
-            _, client_state = _load_checkpoint(engine, resume_from_checkpoint)
+            _, client_state = load_checkpoint(engine, resume_from_checkpoint)
             self._random_states = host_streams()
             ahead = client_state.get("ahead")
             if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
@@ -608,7 +624,7 @@ class GraphPipelineTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         """Load the best checkpoint's weights into the stages."""
-        _load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
+        load_checkpoint(self._engine, self.state.best_model_checkpoint, load_module_only=True)
 
 
 class GraphPipelineSeq2SeqTrainer(GraphPipelineTrainer, Seq2SeqTrainer):
@@ -678,17 +694,3 @@ class _Stand:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter(self._engine.module.parameters())
-
-
-def _load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
-    """Load what Trainer names.
-
-    Raises:
-        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
-    """
-    path, client_state = engine.load_checkpoint(directory, **how)
-    if path is None:
-        raise CheckpointError(
-            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
-        )
-    return path, client_state

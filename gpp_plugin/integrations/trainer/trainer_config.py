@@ -27,7 +27,7 @@ from transformers.training_args import ParallelMode
 from gpp_plugin.config.block import BLOCK
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
-from gpp_plugin.errors import ConfigError
+from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.runtime.random_streams import (
     AheadStreams,
     HostStreams,
@@ -190,10 +190,10 @@ def with_arguments(config: Mapping[str, Any], args: Any) -> dict[str, Any]:
 
 Evaluated = tuple[Tensor | None, tuple[Tensor, ...]]
 """Loss and outputs of a batch."""
-MOST_TOGETHER = 16
-"""Batches that are evaluated together, a power of two: as many plans as there are powers below it."""
+MOST_TOGETHER = 64
+"""Batches that are evaluated together: the pipeline drains once for all of them."""
 MOST_OUTPUT_BYTES = 2**28
-"""Of the outputs of batches that are evaluated together, which every rank then has at once."""
+"""Of inputs and outputs of batches that are evaluated together, which every rank then has at once."""
 
 
 def remaining(state: Any) -> int:
@@ -253,14 +253,16 @@ class EvaluatedBatches:
         }
 
     def _evaluated(self, group: list[tuple[Any, int]]) -> Iterator[Any]:
-        while group:
-            count = 1 << (len(group).bit_length() - 1)
-            together, group = group[:count], group[count:]
-            answers = self._evaluate([inputs for inputs, _ in together])
-            num_bytes = max(sum(value.nbytes for value in values) for _, values in answers)
-            self._most = max(min(MOST_TOGETHER, MOST_OUTPUT_BYTES // max(num_bytes, 1)), 1)
-            for (self.inputs, self.left), self.answer in zip(together, answers, strict=True):
-                yield self.inputs
+        if not group:
+            return
+        answers = self._evaluate([inputs for inputs, _ in group])
+        num_bytes = max(
+            sum(value.nbytes for value in (*values, *inputs.values()) if isinstance(value, Tensor))
+            for (inputs, _), (_, values) in zip(group, answers, strict=True)
+        )
+        self._most = max(min(MOST_TOGETHER, MOST_OUTPUT_BYTES // max(num_bytes, 1)), 1)
+        for (self.inputs, self.left), self.answer in zip(group, answers, strict=True):
+            yield self.inputs
 
 
 class StreamLoader:
@@ -435,6 +437,10 @@ def engine_config(
     if counts_tokens:
         block.setdefault("loss_mean", "tokens")
     own = _without_auto({key: value for key, value in config.items() if key != BLOCK})
+    if "optimizer" not in own and (own.get("zero_optimization") or {}).get("offload_optimizer"):
+        own["zero_force_ds_cpu_optimizer"] = (
+            False  # the optimizer is Trainer's: torch's steps on a CPU as well
+        )
     return {**own, BLOCK: block}  # in the block "auto" is a value like others
 
 
@@ -507,6 +513,20 @@ def one_process_arguments(args: Any, num_ranks: int) -> Any:
     own.neftune_noise_alpha = None
     own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
     return own
+
+
+def load_checkpoint(engine: Any, directory: str, **how: Any) -> tuple[str, Any]:
+    """Load what Trainer names.
+
+    Raises:
+        CheckpointError: no checkpoint of an engine is there: Trainer does not start anew.
+    """
+    path, client_state = engine.load_checkpoint(directory, **how)
+    if path is None:
+        raise CheckpointError(
+            f"{directory} has no checkpoint of a pipeline; give one that GraphPipelineTrainer saved"
+        )
+    return path, client_state
 
 
 def cut(tensors: Any, count: int) -> Any:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from gpp_plugin.capture.captured_graph import CapturedGraph, LengthCapture
 from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
-from gpp_plugin.capture.find_regions import regions_of_stage
 from gpp_plugin.capture.mask_values import repeated_operands
 from gpp_plugin.capture.recapture import read_values, recapture, recapture_for_lengths
 from gpp_plugin.capture.tracing.sample_batches import WholeUnit, count_samples, resize_batch, with_records
@@ -30,7 +29,7 @@ from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
-from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState
+from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState, regions_of_stage, sequence_of_stage
 from gpp_plugin.ir.block_graph import BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
@@ -49,8 +48,9 @@ from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
 from gpp_plugin.runtime.memory.segments import StageOperators
+from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorLinks, shard_graph
+from gpp_plugin.runtime.tensor_ranks import TensorLinks
 
 MAX_READINGS = 64
 """Shapes, and readings of a shape, whose guards are stored."""
@@ -415,10 +415,8 @@ class CapturedPart:
         view = self.view(captured)
         cut = self._cut(reference, plan, stage, view, captured)
         op_graph = captured.op_graph
-        captured, nodes = self._shared_out(captured, cut.nodes, reference, plan, stage)
-        function = build_stage_function(
-            captured, [n for own in nodes.values() for n in own], [cut.made[name] for name in cut.outputs]
-        )
+        captured, nodes, outputs = self._shared_out(captured, cut, reference, plan, stage)
+        function = build_stage_function(captured, [n for own in nodes.values() for n in own], outputs)
         return StageCode(
             function=self._in_graph(function, view.names, op_graph, cut.outputs),
             tensors={**known, **view.blocks.tensors, **view.outputs},
@@ -429,30 +427,34 @@ class CapturedPart:
         )
 
     def _shared_out(
-        self,
-        captured: CapturedGraph,
-        blocks: Mapping[str, tuple[str, ...]],
-        reference: Reference,
-        plan: PipelinePlan,
-        index: int,
-    ) -> tuple[CapturedGraph, Mapping[str, tuple[str, ...]]]:
-        """Return a capture as this rank computes it where a stage's ranks share it out, and its blocks' operators.
+        self, captured: CapturedGraph, cut: _Cut, reference: Reference, plan: PipelinePlan, index: int
+    ) -> tuple[CapturedGraph, Mapping[str, tuple[str, ...]], list[str]]:
+        """Return a capture as this rank computes it where a stage's ranks share it out, its blocks' operators, outputs.
 
         Args:
-            blocks: of the stage -> their operators, as the capture calls them.
+            cut: what the stage computes.
         """
-        stage = plan.stages[index]
+        stage, blocks = plan.stages[index], cut.nodes
+        outputs = [cut.made[name] for name in cut.outputs]
         if stage.tensor == 1:
-            return captured, blocks
+            return captured, blocks, outputs
         assert self._links is not None, "a rank of a job has its place"
-        regions = regions_of_stage(reference.block_graph, captured.analysis.sharding.regions, plan, index)
+        graph, sharding = reference.block_graph, captured.analysis.sharding
+        regions = regions_of_stage(graph, sharding.regions, plan, index)
         own = [node for of_block in blocks.values() for node in of_block]
-        sharded, neighbours = shard_graph(captured, regions, self._links.of(stage), own)
+        sharded, neighbours, whole = shard_graph(
+            captured,
+            regions,
+            self._links.of(stage),
+            own,
+            sequence=sequence_of_stage(graph, sharding, plan, index),
+            outputs=outputs,
+        )
         beside = {name: block for block, names in blocks.items() for name in names}
         added: dict[str, list[str]] = {}
         for name, neighbour in neighbours.items():
             added.setdefault(beside[neighbour], []).append(name)
-        return sharded, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}
+        return sharded, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}, list(whole)
 
     def _cut(
         self,
@@ -486,7 +488,7 @@ class CapturedPart:
         capture = self.capture_for_lengths(analysis, arguments, lengths)
         view = self.view(analysis)
         cut = self._cut(reference, plan, stage, view, capture.captured)
-        captured, own = self._shared_out(capture.captured, cut.nodes, reference, plan, stage)
+        captured, own, outputs = self._shared_out(capture.captured, cut, reference, plan, stage)
         capture = dataclasses.replace(capture, captured=captured)
         op_graph = analysis.op_graph
         # at every new length the tensors that pass this stage's boundary are described anew, and no others
@@ -504,7 +506,7 @@ class CapturedPart:
             operators=_operators(captured, own, view.names, reference.block_graph.saved),
             is_for_lengths=True,
         )
-        nodes, outputs = [n for of in own.values() for n in of], [cut.made[name] for name in cut.outputs]
+        nodes = [n for of in own.values() for n in of]
         return StageAtLengths(
             capture,
             code,

@@ -32,6 +32,7 @@ from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
 from gpp_plugin.plan.costs.memory_formula import (
+    boundary_times,
     held_bytes,
     peak_bytes,
     sharded_bytes,
@@ -159,8 +160,7 @@ class CostModel:
     Costs are of stages without tensor ranks; those of a stage with some come from `on` or `at_tensor`.
 
     Args:
-        tensor: tensor size of the stages that the costs are of; ``tensor_sum`` is what one of their
-            sums takes (`memory_formula`).
+        tensor: tensor size of the stages that the costs are of; ``tensor_sum``: the price of their collectives.
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
@@ -176,14 +176,15 @@ class CostModel:
         *,
         zero_stage: int = 0,
         tensor: int = 1,
-        tensor_sum: CollectiveCost | None = None,
+        tensor_sum: CollectiveCosts | None = None,
     ) -> None:
         self.tensor = tensor
         self._source = graph, profile
-        self._at_tensor: dict[tuple[int, CollectiveCost], CostModel] = {}
-        self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCost] = {}
+        self._at_tensor: dict[tuple[int, CollectiveCosts], CostModel] = {}
+        self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCosts] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
-        self._sums = sum_times(graph, tensor, tensor_sum or CollectiveCost(((0.0, 0.0),)))
+        self._price = tensor_sum or CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
+        self._sums = sum_times(graph, tensor, self._price)
         graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -287,14 +288,16 @@ class CostModel:
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
             before, sums = self.tensor_sums(local)
-            hidden = np.minimum(sums, backward * self._beside)
+            hidden = np.minimum(self._sums_of(5, local), backward * self._beside)
             found = self._times[local, kind] = forward + before, backward + (sums - hidden), hidden
         return found
 
     def tensor_sums(self, local: float) -> tuple[Floats, Floats]:
-        """Return by block the microseconds of all-reduces among tensor ranks in a forward, and in a backward."""
-        forward, backward = (np.min(self._sums[:, i] + self._sums[:, i + 1] * local, axis=0) for i in (0, 2))
-        return forward, backward
+        """Return by block the microseconds of collectives among tensor ranks in a forward, and in a backward."""
+        return self._sums_of(0, local), self._sums_of(2, local)
+
+    def _sums_of(self, row: int, local: float) -> Floats:
+        return cast(Floats, np.min(self._sums[:, row] + self._sums[:, row + 1] * local, axis=0))
 
     def hidden_sums(self, local: float, kind: int | None = None) -> Floats:
         """Return by block what of a whole backward's `tensor_sums` its weight gradients hide."""
@@ -304,21 +307,18 @@ class CostModel:
         """Return the costs of stages of this tensor size; itself where their blocks are not divided.
 
         Args:
-            ranks: of one stage, data position by data position: its tensor ranks sum as its slowest group of them
-                does; None: as so many from the first rank on.
+            ranks: of one stage, data position by data position, as slow as its slowest group; None: the first ones.
         """
         if tensor == self.tensor or not self.graph.sharding:
             return self
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
-        # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network. Costs of a
-        # size at a price are worked out once, however many stages have them.
+        # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network.
         everyone = tuple(range(tensor) if ranks is None else ranks)
-        price = self._tensor_sums.get((tensor, everyone))
-        if price is None:
+        if (tensor, everyone) not in self._tensor_sums:
             groups = (everyone[first : first + tensor] for first in range(0, len(everyone), tensor))
-            used = (self.collectives(group, everyone).all_reduce for group in groups)
-            price = max(used, key=lambda each: float(each.us(1e6)))
-            self._tensor_sums[tensor, everyone] = price
+            used = (self.collectives(group, everyone) for group in groups)
+            self._tensor_sums[tensor, everyone] = max(used, key=lambda each: float(each.all_reduce.us(1e6)))
+        price = self._tensor_sums[tensor, everyone]
         key = tensor, price
         if key not in self._at_tensor:
             graph, profile = self._source
@@ -363,9 +363,10 @@ class CostModel:
             each = [self.block_times(local, kind) for kind in kinds or (None,)]
             # with a block that trains, or has no backend, the whole stage runs on torch
             times = self._on_torch(rows)
+            before, behind = boundary_times(self.graph, rows, self.tensor, self._price.gather, local)
             found = self._group_times[key] = (
-                max(float((forward[rows] * times).sum()) for forward, _ in each),
-                max(float(backward[rows].sum()) for _, backward in each),
+                before + max(float((forward[rows] * times).sum()) for forward, _ in each),
+                behind + max(float(backward[rows].sum()) for _, backward in each),
             )
         return found
 
@@ -390,7 +391,8 @@ class CostModel:
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
         sums = self.tensor_sums(local)[1]  # which are of input gradients, and hide behind nothing
         backward = self.block_times(local, kind)[1] - (sums - self.hidden_sums(local, kind))
-        first = second = 0.0
+        second = 0.0
+        _, first = boundary_times(self.graph, blocks, self.tensor, self._price.gather, local)
         for block in blocks:
             cost = self._costs[block]
             both = float(backward[block]) * cost.split_factor

@@ -39,7 +39,7 @@ Tests: tests/plan/test_tensor_sizes.py, tests/plan/test_costs.py
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ from gpp_plugin.ir.memory_report import MemoryCounts
 from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
-from gpp_plugin.plan.costs.collective_costs import CollectiveCost
+from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
@@ -63,7 +63,7 @@ from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name
 #
 # Legend, of a block at tensor size t (`BlockSharding`):
 #
-#     time     C ((1 - f) + f / t)  +  n all-reduces of S / n bytes (`collective_costs`)
+#     time     C ((1 - f) + f / t)  +  n all-reduces of S / n bytes (`collective_costs`), and likewise gathers
 #     bytes    P ((1 - p) + p / t)      parameters; gradients and optimizer state by the trained share; saved likewise
 #
 #     C  forward or backward on one device, f the share of its operations that is divided; weight gradients of a whole
@@ -188,31 +188,75 @@ def sharded_graph(graph: BlockGraph, tensor: int) -> BlockGraph:
 Floats = npt.NDArray[np.float64]
 
 
-def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCost) -> Floats:
-    """Return [line, 5, block] microseconds of all-reduces: forward a task, forward a sample, backward a task, a sample.
+def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCosts) -> Floats:
+    """Return [line, 7, block] microseconds of collectives: forward a task, forward a sample, backward a task, a sample.
 
-    The last row is `BlockSharding.beside_share`. The least over the lines of a price is what they take
-    (`CollectiveCost.us`).
+    Then `BlockSharding.beside_share`, and of the backward's a task and a sample what weight gradients may hide. The
+    least over the lines of a price is what they take (`CollectiveCost.us`); reduce-scatters and all-gathers are half a
+    ring's all-reduce.
     """
     # On 4 ranks in a ring of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
     # 6 / 4 x 8 MB / 450 GB/s = 26.7 us a sample. The first does not grow with a micro-batch, so that small ones are
     # dear on tensor ranks; the second does not shrink with more ranks, so that large sizes win less and less.
     sharded = sharded_by_block(graph, tensor)
-    found = np.zeros((len(price.lines), 5, len(graph.blocks)))
+    found = np.zeros((len(price.all_reduce.lines), 7, len(graph.blocks)))
+    ((step, gathered),) = price.gather.lines or ((0.0, 0.0),)
+    gathered /= graph.num_samples
     for i, block in enumerate(graph.blocks):
         own = sharded.get(block.name)
         if own is None:
             continue
-        for line, (latency, per_byte) in enumerate(price.lines):
+        for line, (latency, per_byte) in enumerate(price.all_reduce.lines):
             each = per_byte / graph.num_samples
+            sums, more = own.backward_sums * latency, own.backward_sum_bytes * each
             found[line, :, i] = (
-                own.forward_sums * latency,
-                own.forward_sum_bytes * each,
-                own.backward_sums * latency,
-                own.backward_sum_bytes * each,
+                own.forward_sums * latency + own.forward_gathers * step,
+                own.forward_sum_bytes * each + own.forward_gather_bytes * gathered,
+                sums + own.backward_gathers * step,
+                more + own.backward_gather_bytes * gathered,
                 own.beside_share,
+                sums + own.beside_gathers * step,
+                more + own.beside_gather_bytes * gathered,
             )
     return found
+
+
+def boundary_bytes(graph: BlockGraph, blocks: Collection[str], tensor: int) -> tuple[list[int], list[int]]:
+    """Return the bytes of each tensor that ``tensor`` ranks of a stage gather at its ends: forward, and backward.
+
+    What leaves the stage in parts is made whole; of what is received the parts' gradients are.
+    """
+    # Layers 0 to 3 on two stages: the result of layer 1 is gathered in the forward of the first, and its gradient in
+    # the backward of the second. Inside of a stage it stays in parts.
+    sharded, own = sharded_by_block(graph, tensor), frozenset(blocks)
+    known = {each.block: frozenset(each.cut_results) for each in graph.sharding}
+    leaving, entering = dict[str, None](), dict[str, None]()
+    for edge in graph.edges if sharded else ():
+        names = [name for name in edge.tensors if name in known.get(edge.src, ())]
+        if edge.src in own and edge.src in sharded and edge.dst not in own:
+            leaving.update(dict.fromkeys(names))
+        if edge.src not in own and edge.dst in own and edge.dst in sharded:
+            entering.update(dict.fromkeys(name for name in names if graph.tensors[name].requires_grad))
+    forward, backward = (
+        [graph.tensors[name].bytes_for(graph.num_samples) for name in names] for names in (leaving, entering)
+    )
+    return forward, backward
+
+
+def boundary_times(
+    graph: BlockGraph, rows: Sequence[int], tensor: int, gather: CollectiveCost, local: float
+) -> tuple[float, float]:
+    """Return microseconds of `boundary_bytes` at ``local`` samples: of a forward, and of a backward.
+
+    Args:
+        rows: positions of the stage's blocks in the graph.
+    """
+    share, blocks = local / graph.num_samples, [graph.blocks[row].name for row in rows]
+    forward, backward = (
+        float(sum(gather.us(each * share) for each in found))
+        for found in boundary_bytes(graph, blocks, tensor)
+    )
+    return forward, backward
 
 
 def shared_out(gradient: Any, optimizer: Any, *, degree: int, zero_stage: int) -> tuple[Any, Any]:

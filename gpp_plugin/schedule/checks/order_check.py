@@ -9,7 +9,7 @@ from gpp_plugin.errors import PlanError, ScheduleError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
-from gpp_plugin.schedule.grid import format_grid
+from gpp_plugin.schedule.task_graph import format_grid
 
 # Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 #

@@ -17,7 +17,7 @@ from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.ir.tensors import SampleRange
 from gpp_plugin.schedule.build_graph import Presence, own_tasks
 from gpp_plugin.schedule.checks.order_check import has_backwards
-from gpp_plugin.schedule.grid import program_grid
+from gpp_plugin.schedule.task_graph import program_grid
 
 TAIL_ORDER = (InstructionKind.REDUCE_DATA, InstructionKind.REDUCE_TIED, InstructionKind.STEP)
 

@@ -48,7 +48,6 @@ from gpp_plugin.schedule.checks.validate_messages import (
     check_readiness,
     messages_of,
 )
-from gpp_plugin.schedule.grid import program_grid
 from gpp_plugin.schedule.program_sets import (
     Programs,
     ProgramSet,
@@ -58,6 +57,7 @@ from gpp_plugin.schedule.program_sets import (
     repeated_schedules,
     window_schedules,
 )
+from gpp_plugin.schedule.task_graph import program_grid
 
 # Proves that a stage's parameters are whole wherever one of its tasks runs, and in parts wherever they are stepped.
 

@@ -16,14 +16,18 @@ Tests: tests/runtime/test_random_streams.py, tests/integrations/test_loading.py,
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
+
+logger = logging.getLogger(__name__)
 
 Streams = tuple[Tensor, Tensor | None]
 """The states of the CPU's generator and of a CUDA device's."""
@@ -184,3 +188,90 @@ class OwnStreams:
 
 MODEL_STREAMS = OwnStreams(follows_seeds=True)
 """What models of this process draw from on the host, as `torch.default_generator` is what its program draws from."""
+
+
+class AheadStreams:
+    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
+
+    Attributes:
+        number: of the last batch that was fetched, in its epoch.
+        before: the generators before that.
+    """
+
+    def __init__(self) -> None:
+        self.number = -1
+        self.before = host_streams()
+        self._resumed: list[HostStreams] = []
+
+    def resume(self, *streams: HostStreams) -> None:
+        """Let each of the next batches draw from one of these."""
+        self._resumed = list(streams)
+
+    def fetch(self, number: int) -> None:
+        """Note that a batch is fetched next."""
+        if self._resumed:
+            set_host_streams(self._resumed.pop(0))
+        self.number, self.before = number, host_streams()
+
+
+class WorkerStreams:
+    """What workers that load have drawn, batch by batch, so that a resumed training draws the same behind it.
+
+    Worker k of n loads batches k, k + n, and so on. Each gives its generators along with a batch. After batch 3 a
+    checkpoint has those of worker 0 behind batch 2 and those of worker 1 behind batch 1: the first worker that is
+    started then loads batch 3, in place of worker 1.
+
+    Args:
+        collate: makes a batch of samples.
+        num_workers: of the loader.
+        seed: seeds a worker of a number, from what torch has seeded it with.
+    """
+
+    def __init__(
+        self, collate: Callable[[list[Any]], Any], num_workers: int, *, seed: Callable[[int], Any]
+    ) -> None:
+        self._collate, self._num_workers, self._seed = collate, num_workers, seed
+        self._states: dict[int, Any] = {}
+        self._number = self._first = 0
+        self._base: int | None = None
+
+    def __call__(self, samples: list[Any]) -> Any:
+        """Return a batch; in a worker with its generators, and the seed that all workers count from."""
+        batch, info = self._collate(samples), get_worker_info()
+        return batch if info is None else (batch, described_streams(host_streams()), info.seed - info.id)
+
+    def start(self, worker: int) -> None:
+        """Seed a worker, or let it continue."""
+        number = (worker + self._first) % self._num_workers
+        if self._base is not None:
+            torch.manual_seed(self._base + number)
+        self._seed(worker)
+        if number in self._states:
+            set_host_streams(streams_described(self._states[number]))
+
+    def take(self, loaded: Any, *, is_last: bool) -> Any:
+        """Return the batch that is trained next, and note what was drawn for it; the last of an epoch ends it."""
+        batch, state, base = loaded
+        self._states[self._number % self._num_workers] = state
+        self._number, self._base = self._number + 1, base if self._base is None else self._base
+        if is_last:
+            self._states, self._number, self._first, self._base = {}, 0, 0, None
+        return batch
+
+    def state(self) -> dict[str, Any]:
+        """Return it in JSON values."""
+        states = {str(worker): state for worker, state in self._states.items()}
+        return {"states": states, "number": self._number, "base": self._base, "workers": self._num_workers}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Continue there when the loader is started."""
+        if state["workers"] != self._num_workers:
+            logger.warning(
+                "the checkpoint was saved with %d workers, and there are %d: what they draw is not what it would be",
+                state["workers"],
+                self._num_workers,
+            )
+            return
+        self._states = {int(worker): found for worker, found in state["states"].items()}
+        self._number, self._base = state["number"], state["base"]
+        self._first = self._number % self._num_workers

@@ -200,6 +200,45 @@ def test_the_batch_that_one_process_reads_ahead_is_drawn_at_an_epochs_end_too(
         assert drawn(GraphPipelineTrainer, count) == drawn(Trainer, count)
 
 
+def test_workers_that_draw_continue_where_a_checkpoint_was_saved(tmp_path: Path) -> None:
+    from accelerate import skip_first_batches
+    from transformers import TrainingArguments, set_seed
+
+    def started(seed: int) -> tuple[Any, Any]:
+        args = TrainingArguments(
+            str(tmp_path),
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            use_cpu=True,
+            max_steps=2,
+            remove_unused_columns=False,
+            dataloader_num_workers=2,
+        )
+        rows = jobs.Augmented(33)
+        model = torch.nn.Linear(1, 1)
+        trainer = GraphPipelineTrainer(model, args, train_dataset=rows, data_collator=jobs.stack)
+        set_seed(3)
+        loader = trainer.get_train_dataloader()
+        set_seed(seed)  # workers count from what is drawn next
+        trainer._whole_steps = loader.batch_sampler
+        return trainer, loader
+
+    def values(trainer: Any, batches: Any, count: int) -> list[list[float]]:
+        found, _ = trainer.get_batch_samples(batches, count, None)
+        return [batch["x"].flatten().tolist() for batch in found]
+
+    for trained in (1, 3, 6):
+        trainer, loader = started(3)
+        batches = iter(loader)
+        values(trainer, batches, trained)
+        state = trainer._whole_steps.workers.state()
+        left = values(trainer, batches, 8 - trained)
+        again, loader = started(4)
+        again._whole_steps.workers.resume(state)
+        resumed = iter(skip_first_batches(loader, trained))
+        assert values(again, resumed, 8 - trained) == left, trained
+
+
 def test_masks_that_numpy_draws_in_a_forward_are_refused_in_the_constructor(tmp_path: Path) -> None:
     from transformers import TrainingArguments, Wav2Vec2Config, Wav2Vec2ForCTC
 

@@ -27,6 +27,8 @@ NAMES = "river tower garden engine letter winter".split()
 KNOWN = ("<pad>", "<unk>", "<s>", "</s>", "<mask>", *WORDS, *NAMES, ".", "?", "what", "is", "the")
 """Token numbers; models have 40 of them."""
 
+LETTERS = string.ascii_lowercase
+
 TRAINED, HELD_OUT = 48, 11
 
 METRIC = """import datasets
@@ -106,6 +108,11 @@ def _make_model(case: Mapping[str, Any], folder: Path, *, has_dropout: bool) -> 
         processor.save_pretrained(folder)
     if case["model"].startswith("Whisper"):
         transformers.WhisperProcessor(processor, _letters()).save_pretrained(folder)
+    elif "--tokenizer_name_or_path" in case["arguments"]:  # else ranks may remove each other's vocabulary
+        numbers = {letter: number for number, letter in enumerate(["[PAD]", "[UNK]", "|", *LETTERS])}
+        (folder / "vocab.json").write_text(json.dumps(numbers), encoding="utf-8")
+        words = {"pad_token": "[PAD]", "unk_token": "[UNK]"}
+        transformers.Wav2Vec2CTCTokenizer(folder / "vocab.json", **words).save_pretrained(folder)
     elif case.get("has_text", True):
         _make_tokenizer(folder)
 
@@ -115,9 +122,7 @@ def _letters() -> Any:
     import transformers
 
     roles = {"pad_token": "<pad>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    numbers = {
-        word: number for number, word in enumerate([*roles.values(), *string.ascii_lowercase, "\u0120"])
-    }
+    numbers = {word: number for number, word in enumerate([*roles.values(), *LETTERS, "\u0120"])}
     return transformers.WhisperTokenizer(vocab=numbers, merges=[], **roles)
 
 

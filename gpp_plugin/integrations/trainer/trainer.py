@@ -72,11 +72,10 @@ from gpp_plugin.integrations.trainer.trainer_config import (
 )
 from gpp_plugin.runtime.random_streams import (
     HostStreams,
-    described_streams,
+    WorkerStreams,
     host_streams,
     restored_host_streams,
     set_host_streams,
-    streams_described,
 )
 
 logger = logging.getLogger(__name__)
@@ -270,12 +269,14 @@ class GraphPipelineTrainer(Trainer):
                 several = getattr(dataset, "__getitems__", None)
                 collate(several(indices) if several else [dataset[index] for index in indices])
 
-            whole = WholeSteps(
-                sampler, batch_size, step=step, read=None if args.dataloader_num_workers else read
-            )
-            seeds = functools.partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
+            count, workers = args.dataloader_num_workers, None
+            if count:
+                seed = functools.partial(seed_worker, num_workers=count, rank=0)
+                collate = workers = WorkerStreams(collate, count, seed=seed)
+            whole = WholeSteps(sampler, batch_size, step=step, read=None if count else read, workers=workers)
+            start = None if workers is None else workers.start
             loader = DataLoader(
-                dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=seeds, **options
+                dataset, batch_sampler=whole, collate_fn=collate, worker_init_fn=start, **options
             )
         else:
             options["drop_last"] = args.dataloader_drop_last
@@ -289,9 +290,12 @@ class GraphPipelineTrainer(Trainer):
         batches: list[Any] = []
         for _ in range(num_batches):
             try:
-                batches.append(next(epoch_iterator))
+                batch = next(epoch_iterator)
             except StopIteration:
                 return [], None
+            if self._whole_steps is not None and (workers := self._whole_steps.workers) is not None:
+                batch = workers.take(batch, is_last=self.accelerator.gradient_state.end_of_dataloader)
+            batches.append(batch)
         return batches, None
 
     # ---- the engine ---------------------------------------------------------------------------------------
@@ -437,8 +441,7 @@ class GraphPipelineTrainer(Trainer):
             self._random_states = host_streams()
             ahead = client_state.get("ahead")
             if ahead is not None and self._whole_steps is not None and not self.args.ignore_data_skip:
-                self._whole_steps.skipped = ahead["batches"]
-                self._whole_steps.ahead.resume(streams_described(ahead["random"]), self._random_states)
+                self._whole_steps.resume(ahead, self._random_states)
                 self._random_states = None
             self.lr_scheduler.step()
         stand = _Stand(engine)
@@ -599,9 +602,9 @@ class GraphPipelineTrainer(Trainer):
         """Write the engine's checkpoint: weights, optimizer, schedule, random states, position in a stream."""
         client_state: dict[str, Any] = {}
         if (whole := self._whole_steps) is not None:
-            batches = self.state.global_step * self.args.gradient_accumulation_steps % len(whole)
-            if batches and whole.ahead.number >= batches:
-                client_state["ahead"] = {"batches": batches, "random": described_streams(whole.ahead.before)}
+            batches = self.state.global_step * self.args.gradient_accumulation_steps
+            if (position := whole.position(batches)) is not None:
+                client_state["ahead"] = position
         self._engine.save_checkpoint(output_dir, client_state=client_state)
 
     def _save_scaler(self, output_dir: str) -> None:

@@ -29,7 +29,9 @@ from gpp_plugin.config.reader import read_config
 from gpp_plugin.engine.loading.rank_shard import as_it_is, first_items, stream_state
 from gpp_plugin.errors import CheckpointError, ConfigError
 from gpp_plugin.runtime.random_streams import (
+    AheadStreams,
     HostStreams,
+    WorkerStreams,
     described_streams,
     host_streams,
     restored_host_streams,
@@ -46,30 +48,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class AheadStreams:
-    """What the program drew from before the batch that is fetched one early, as accelerate's loaders fetch it.
-
-    Attributes:
-        number: of the last batch that was fetched, in its epoch.
-        before: the generators before that.
-    """
-
-    def __init__(self) -> None:
-        self.number = -1
-        self.before = host_streams()
-        self._resumed: list[HostStreams] = []
-
-    def resume(self, *streams: HostStreams) -> None:
-        """Let each of the next batches draw from one of these."""
-        self._resumed = list(streams)
-
-    def fetch(self, number: int) -> None:
-        """Note that a batch is fetched next."""
-        if self._resumed:
-            set_host_streams(self._resumed.pop(0))
-        self.number, self.before = number, host_streams()
-
-
 class WholeSteps(BatchSampler):
     """The batches of an epoch, without those at its end that are no whole mini-batch.
 
@@ -77,6 +55,7 @@ class WholeSteps(BatchSampler):
         step: batches of a mini-batch.
         read: reads and discards the batch behind the last one, if there is any. One process has it fetched by then,
             so what is loaded next, for an evaluation, draws behind it.
+        workers: what workers that load draw.
 
     Attributes:
         skipped: batches of the epoch under way that are trained already.
@@ -92,9 +71,10 @@ class WholeSteps(BatchSampler):
         *,
         step: int,
         read: Callable[[list[int]], Any] | None = None,
+        workers: WorkerStreams | None = None,
     ) -> None:
         super().__init__(sampler, batch_size, drop_last=False)
-        self._step, self._read = step, read
+        self._step, self._read, self.workers = step, read, workers
         self.ahead = AheadStreams()
         self.skipped = 0
 
@@ -109,6 +89,21 @@ class WholeSteps(BatchSampler):
         if self._read is not None and (left := next(batches, None)) is not None:
             self.ahead.fetch(len(self))
             self._read(left)
+
+    def position(self, num_batches: int) -> dict[str, Any] | None:
+        """Return where so many batches of all epochs end, in JSON values; None at an epoch's end."""
+        batches = num_batches % len(self)
+        if not batches or self.ahead.number < batches:
+            return None
+        workers = None if self.workers is None else self.workers.state()
+        return {"batches": batches, "random": described_streams(self.ahead.before), "workers": workers}
+
+    def resume(self, position: Mapping[str, Any], program: HostStreams) -> None:
+        """Continue there; ``program`` is what is drawn from behind the batch that was read ahead."""
+        self.skipped = position["batches"]
+        self.ahead.resume(streams_described(position["random"]), program)
+        if self.workers is not None and position.get("workers"):
+            self.workers.resume(position["workers"])
 
     def __len__(self) -> int:
         """Return the batches of an epoch."""

@@ -271,7 +271,11 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
         assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
         wanted = {n: part_of(reference.gradients[n], answer["shards"].get(n)) for n in answer["gradients"]}
-        assert max(gradient_errors(answer["gradients"], wanted).values()) < 2e-6
+        errors = gradient_errors(answer["gradients"], wanted)
+        # a softmax is the same whatever is added to all keys: the gradient of their bias is rounding alone
+        rounding = {name for name in errors if name.endswith("k_proj.bias")}
+        assert max(error for name, error in errors.items() if name not in rounding) < 2e-6
+        assert all(errors[name] < 1e-5 for name in rounding)
         held |= set(answer["gradients"])
     assert held == set(reference.gradients)
 

@@ -39,7 +39,7 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.backends.place_forward import LEAST_GAIN, choose_single
 from gpp_plugin.errors import BackendRefused, ConfigError
-from gpp_plugin.ir.backend_costs import BackendCost
+from gpp_plugin.ir.profile import BackendCost
 from gpp_plugin.plugins import BACKENDS
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.rows_text import format_rows

@@ -24,7 +24,7 @@ from torch import Tensor
 from gpp_plugin.backends.forward_code import ForwardCode, ForwardRunner, named_operator
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused
-from gpp_plugin.ir.backend_costs import BackendCost
+from gpp_plugin.ir.profile import BackendCost
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.plugins import find_backend
 from gpp_plugin.profile.cost_store import MeasurementStore, default_directory

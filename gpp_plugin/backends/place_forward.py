@@ -36,7 +36,7 @@ from gpp_plugin.collage.op_placement import (
 )
 from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
-from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
+from gpp_plugin.ir.profile import BackendCost, PlacedGroup, StageBackend
 
 # A forward cut into groups of operators, each built by its backend, run one after the other.
 #

@@ -35,8 +35,8 @@ from gpp_plugin.backends.measured_backends import (
 )
 from gpp_plugin.backends.place_forward import UNMATCHED, CuttableForward, place_forward
 from gpp_plugin.errors import BackendRefused, ConfigError, nearest
-from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages
+from gpp_plugin.ir.profile import PlacedGroup, StageBackend
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.plugins import BACKENDS, find_backend, named_backends
 from gpp_plugin.report.progress import step

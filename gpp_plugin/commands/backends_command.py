@@ -11,7 +11,7 @@ from gpp_plugin.commands.command_parser import list_of
 from gpp_plugin.compare.compare_settings import SINGLE, CompareSettings, default_config
 from gpp_plugin.compare.compared_models import build_model, check_model_name, trained_names
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.backend_costs import StageBackend
+from gpp_plugin.ir.profile import StageBackend
 from gpp_plugin.plugins import BACKENDS
 from gpp_plugin.report.progress import step
 from gpp_plugin.report.units import fill_text, format_table

@@ -60,9 +60,9 @@ from gpp_plugin.engine.stage_groups import StageGroups, tied_parameters
 from gpp_plugin.engine.stage_step import StepResult
 from gpp_plugin.engine.training_steps import TrainingSteps
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.backend_costs import StageBackend
 from gpp_plugin.ir.memory_report import CacheReport, MemoryReport
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.profile import StageBackend
 from gpp_plugin.ir.timeline import Timeline
 from gpp_plugin.model.generation.generator import NOTHING_GENERATED, Generator
 from gpp_plugin.model.model_source import ModelSource

@@ -35,10 +35,9 @@ from gpp_plugin.backends.stage_backends import Asked, choose_backend, examples_o
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.eager.trial_run import refuse_lost_device
 from gpp_plugin.errors import BackendRefused, CaptureError, ConfigError, PlanError, first_line, nearest
-from gpp_plugin.ir.backend_costs import CompiledCost, StageBackend
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.plan import PipelinePlan, Stage, forward_only_stages
-from gpp_plugin.ir.profile import BlockCost
+from gpp_plugin.ir.profile import BlockCost, CompiledCost, StageBackend
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.model.graph.captured_part import CapturedPart
 from gpp_plugin.plan.costs.cost_model import CostModel

@@ -14,7 +14,7 @@ from gpp_plugin.cli import main
 from gpp_plugin.commands.backends_command import format_backends, rows_of
 from gpp_plugin.doctor.checks import Status, check_backends
 from gpp_plugin.errors import ConfigError
-from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
+from gpp_plugin.ir.profile import BackendCost, PlacedGroup, StageBackend
 from tests.models import build
 
 

@@ -33,7 +33,7 @@ from gpp_plugin.backends.stage_backends import (
 )
 from gpp_plugin.collage.patterns import BasePatternRule, is_op
 from gpp_plugin.errors import BackendRefused, ConfigError
-from gpp_plugin.ir.backend_costs import BackendCost, PlacedGroup, StageBackend
+from gpp_plugin.ir.profile import BackendCost, PlacedGroup, StageBackend
 from gpp_plugin.plugins import BACKENDS, Backend, find_backend
 from gpp_plugin.runtime.stage_module import StageFunction
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from gpp_plugin.commands.report_command import ReportedPlan, report_page
-from gpp_plugin.ir.backend_costs import PlacedGroup, StageBackend
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages
+from gpp_plugin.ir.profile import PlacedGroup, StageBackend
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.backend_planning import blocks_without_gradients, plan_with_backends
 from gpp_plugin.plan.costs.cost_model import CostModel

@@ -53,7 +53,7 @@ def test_each_row_of_what_differs_is_run_or_has_a_test_and_a_reason() -> None:
     assert sum(own.peer == "deepspeed" and own.run is not None for own in scenarios) >= 25
     assert (
         len({own.name for own in scenarios})
-        == len({(own.peer, own.what) for own in scenarios})
+        == len({(own.peer, own.of, own.what) for own in scenarios})
         == len(scenarios)
     )
     for own in scenarios:

@@ -279,18 +279,17 @@ def _make_engine(
     if block.planner == STOCK:
         assert not isinstance(model, StageGraph), "refused above"
         return make_stock_engine(model=model, **framework.optimizer_options, **common)
+    common |= {
+        "source": ModelSource(model, config=block, setting=setting),
+        "framework": framework.name,
+        "make_optimizer": framework.make_optimizer,
+        "check_shared_out": framework.check_shared_out,
+        "make_monitor": framework.make_monitor,
+    }
     if begun is None:
-        begun = GraphPipelineEngine.__new__(GraphPipelineEngine)
+        return GraphPipelineEngine(**common)
     begun.__class__ = GraphPipelineEngine
-    GraphPipelineEngine.__init__(
-        begun,
-        source=ModelSource(model, config=block, setting=setting),
-        framework=framework.name,
-        make_optimizer=framework.make_optimizer,
-        check_shared_out=framework.check_shared_out,
-        make_monitor=framework.make_monitor,
-        **common,
-    )
+    GraphPipelineEngine.__init__(begun, **common)
     return begun
 
 

@@ -207,8 +207,9 @@ def chain_row(settings: CompareSettings, folder: str) -> dict[str, Any]:
 
 
 def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
-    """Return one row a mode; losses are compared with those of the first mode that ran."""
+    """Return one row a mode; losses are compared with those of one process, or of the first mode that ran."""
     ran = [result for result in results if result.refused is None]
+    compared = next((result for result in ran if result.mode == SINGLE), ran[0] if ran else None)
     rows = []
     for result in results:
         row: dict[str, Any] = {"mode": result.mode, "how": "measured", "ranks": result.num_ranks}
@@ -227,7 +228,9 @@ def result_rows(results: list[ModeResult]) -> list[dict[str, Any]]:
             peak_bytes_by_rank=result.peak_bytes_by_rank,
             parameter_bytes_by_rank=result.parameter_bytes_by_rank,
             memory_measure=result.memory_measure,
-            max_loss_difference=None if result is ran[0] else loss_difference(result.losses, ran[0].losses),
+            max_loss_difference=None
+            if result is compared or compared is None
+            else loss_difference(result.losses, compared.losses),
             losses=result.losses,
             draws=result.draws,
             notes=result.facts.get("notes", []),

@@ -535,7 +535,7 @@ class GraphPipelineEngine(PipelineSurface):
 
         Returns:
             The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
-            several were requested; of units a list of tensors in place of each); with ``compute_loss=False`` the
+            several were requested; of units that are given, a list of tensors in place of each); with ``compute_loss=False`` the
             outputs.
         """
         self.rank_engine.refuse_while_gathered()

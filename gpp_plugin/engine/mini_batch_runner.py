@@ -30,14 +30,14 @@ from gpp_plugin.config.block import GraphPipelineConfig
 from gpp_plugin.engine.memory_watch import MemoryWatch
 from gpp_plugin.engine.rank_engine import RankEngine
 from gpp_plugin.errors import CaptureError, ConfigError, PlanError, RuntimeFailure
-from gpp_plugin.integrations.huggingface.model_inputs import NUM_ITEMS
+from gpp_plugin.integrations.huggingface.model_inputs import join_counted
 from gpp_plugin.ir.plan import PipelinePlan, forward_only_stages, frozen_branch, joined_breakdown
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.model.model_source import ModelSource
 from gpp_plugin.plan.tied_blocks import UNTIE
 from gpp_plugin.plugins import Channel, Transport, TransportRequest, find_transport
-from gpp_plugin.runtime.batches import Batch, UnitBatch, join_batches, lately, units_of, without_keys
+from gpp_plugin.runtime.batches import Batch, UnitBatch, lately, units_of
 from gpp_plugin.runtime.executor import MiniBatchResult
 from gpp_plugin.runtime.rank_programs import (
     channels_of,
@@ -529,6 +529,7 @@ class Evaluator:
                 "compute_loss=False"
             )
         rule = self._source.unit_rule(reference)
+        given_in_units = [isinstance(each, UnitBatch) for each in batches]
         if rule is not None:
             batches = [
                 rule.units(each) if isinstance(each, UnitBatch) else rule.evaluated(each) for each in batches
@@ -546,7 +547,7 @@ class Evaluator:
         # with the next: with 11 batches as 4, 4, 2 and 1 the pipeline fills once, not four times.
         groups = [(n, *parts) for n in groups_of(num_batches) for parts in zip(*split[n], strict=True)]
         for numbers, *parts in groups:
-            part, (rows, counts) = parts[0][0], _joined([own for _, own in parts])
+            part, (rows, counts) = parts[0][0], join_counted([own for _, own in parts])
             size = part.plan.mini_batch
             whole = dataclasses.replace(part.plan, mini_batch=size * len(parts))
             with self._weights_for(whole):
@@ -570,7 +571,7 @@ class Evaluator:
         losses = self._collectives.sum(
             torch.tensor(totals, dtype=torch.float64), "the loss of an evaluation"
         ).tolist()
-        found = self._gather(collected, reference, batches)
+        found = self._gather(collected, reference, batches, given_in_units)
         return list(zip(losses, found, strict=True))
 
     def close(self) -> None:
@@ -627,12 +628,14 @@ class Evaluator:
         collected: Sequence[Mapping[str, list[tuple[int, Tensor]]]],
         reference: Reference,
         batches: Sequence[Batch],
+        given_in_units: Sequence[bool],
     ) -> list[dict[str, Any]]:
         """Return the named outputs of all samples of each batch on every rank, in the order of samples.
 
         Those with a batch axis are joined along it; what is the same for every sample is returned once; what
-        each loss unit has one of is joined along axis 0, or stacked where it has no axes. Of units with shapes of
-        their own nothing is joined: they are a list, in the order in which the user gave them.
+        each loss unit has one of is joined along axis 0, or stacked where it has no axes. Of units that the user gave,
+        with shapes of their own, nothing is joined: they are a list, in that order. Those that one batch was cut into
+        are joined, unless their shapes differ.
         """
         if not collected[0]:
             return [{} for _ in batches]
@@ -652,7 +655,9 @@ class Evaluator:
             if isinstance(units, UnitBatch):
                 given = units.given or range(len(tensors))
                 by_number = dict(zip(given, tensors, strict=True))
-                return [by_number[n].to(self._device) for n in range(len(tensors))]
+                tensors = [by_number[n].to(self._device) for n in range(len(tensors))]
+                if given_in_units[number] or len({tensor.shape[1:] for tensor in tensors}) > 1:
+                    return tensors
             if layout.kind is LayoutKind.UNIFORM:
                 whole = tensors[0]
             elif layout.kind is LayoutKind.BATCH:
@@ -662,23 +667,6 @@ class Evaluator:
             return whole.to(self._device)
 
         return [{name: join(number, name) for name in collected[0]} for number in range(len(batches))]
-
-
-def _joined(parts: Sequence[Batch]) -> tuple[Batch, list[float]]:
-    """Return parts of batches as one, and what the loss of each is then to be multiplied with.
-
-    A loss over the labelled tokens is divided by those of all of them.
-    """
-    counts = [each[NUM_ITEMS] for each in parts if each.get(NUM_ITEMS) is not None]
-    if len(parts) == 1 or isinstance(parts[0], UnitBatch) and not counts:
-        units = tuple(unit for each in parts for unit in units_of(each))
-        return UnitBatch(units=units) if len(parts) > 1 else parts[0], [1.0] * len(parts)
-    more = {NUM_ITEMS: torch.stack(counts).sum()} if counts else {}
-    factors = [float(more[NUM_ITEMS] / count) for count in counts] or [1.0] * len(parts)
-    bare = [without_keys(each, more) for each in parts]
-    if isinstance(parts[0], UnitBatch):
-        return UnitBatch(units=tuple({**unit, **more} for each in bare for unit in units_of(each))), factors
-    return {**join_batches(bare), **more}, factors
 
 
 @contextmanager

@@ -22,9 +22,11 @@ def test_all_modes_train_alike(tmp_path, capsys):
     text = capsys.readouterr().out
     answer = last_json(text)
     assert [(row["mode"], row["how"]) for row in answer["rows"]] == [
-        ("single", "measured"), ("stock", "measured"), ("chain", "simulated"), ("graph", "measured"),
+        ("plain", "measured"), ("single", "measured"), ("stock", "measured"), ("chain", "simulated"),
+        ("graph", "measured"),
     ]  # fmt: skip
-    single, stock, chain, graph = answer["rows"]
+    plain, single, stock, chain, graph = answer["rows"]
+    assert plain["max_loss_difference"] < 1e-5 and plain["stages"] == 1
     assert chain["predicted_ms"] > 0 and "iteration_ms" not in chain
     assert answer["speed_up"]["chain"] == chain["predicted_ms"] / graph["predicted_ms"]
     assert single["max_loss_difference"] is None and single["bubble"] is None
@@ -35,7 +37,7 @@ def test_all_modes_train_alike(tmp_path, capsys):
         assert len(row["peak_bytes_by_rank"]) == 2 and row["peak_bytes"] == max(row["peak_bytes_by_rank"])
         assert sum(row["parameter_bytes_by_rank"]) >= single["parameter_bytes_by_rank"][0]
         assert max(row["parameter_bytes_by_rank"]) < single["parameter_bytes_by_rank"][0]
-    trained = (single, stock, graph)
+    trained = (plain, single, stock, graph)
     assert all(row["iteration_ms"] > 0 and row["startup_s"] > 0 for row in trained)
     assert not any(row["draws"] for row in trained) and "random numbers" not in text
     assert all(len(row["losses"]) == 3 for row in trained)
@@ -54,8 +56,11 @@ def test_emulated_pipelines_take_at_least_their_bound(capsys):
     options = ["--planner", "uniform", "--steps", "2", "--emulate", "--scale-time", "2", "--json"]
     assert main(["compare", "gpt2_tiny", *QUICK, *options]) == 0
     answer = last_json(capsys.readouterr().out)
-    assert [row["mode"] for row in answer["rows"]] == ["stock", "chain", "graph"] and answer["emulated"]
-    for row in answer["rows"]:
+    assert [row["mode"] for row in answer["rows"]] == ["plain", "stock", "chain", "graph"] and answer[
+        "emulated"
+    ]
+    assert answer["rows"][0]["stages"] == 1
+    for row in answer["rows"][1:]:
         assert row["how"] == "emulated" and row["stages"] == row["depth"] == 2 and 0 < row["bubble"] < 1
         assert row["iteration_ms"] >= max(
             count * sum(times) for count, times in zip(row["micro_batches"], row["stage_ms"], strict=True)

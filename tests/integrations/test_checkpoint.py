@@ -25,6 +25,7 @@ from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.errors import CheckpointError
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.serialize import load
+from gpp_plugin.runtime.random_streams import MODEL_STREAMS
 from gpp_plugin.runtime.ranks.job_board import is_shared
 from tests.integrations import toy
 from tests.integrations.test_stage_engine import allow_fp16, make_config
@@ -55,7 +56,8 @@ def advance(engine: StageEngine, steps: range) -> list[Any]:
     for step in steps:
         toy.feed(engine, step, 2, spoil="out.bias" if step == 1 else None)
         result = engine.step()
-        seen.append((result, torch.rand(3), random.random()))
+        with MODEL_STREAMS.drawing():  # what a model would draw
+            seen.append((result, torch.rand(3), random.random()))
         for buffer in engine.module.buffers():
             buffer.add_(step)
     return seen

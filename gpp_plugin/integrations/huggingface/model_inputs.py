@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gpp_plugin.errors import ConfigError, describe_error
 from gpp_plugin.ir.block_graph import OpGraph
 from gpp_plugin.ir.typed_leaves import show
+from gpp_plugin.runtime.batches import Batch, UnitBatch, join_batches, units_of, without_keys
 from gpp_plugin.runtime.random_streams import restored_host_streams
 
 T = TypeVar("T")
@@ -276,6 +277,23 @@ def count_labelled(model: nn.Module, batches: Sequence[Mapping[str, Any]]) -> Te
             "leave such samples out"
         )
     return torch.tensor(total)
+
+
+def join_counted(parts: Sequence[Batch]) -> tuple[Batch, list[float]]:
+    """Return parts of batches as one, and what the loss of each is then to be multiplied with.
+
+    A loss over the labelled tokens is divided by those of all of them.
+    """
+    counts = [each[NUM_ITEMS] for each in parts if each.get(NUM_ITEMS) is not None]
+    if len(parts) == 1 or isinstance(parts[0], UnitBatch) and not counts:
+        units = tuple(unit for each in parts for unit in units_of(each))
+        return UnitBatch(units=units) if len(parts) > 1 else parts[0], [1.0] * len(parts)
+    more = {NUM_ITEMS: torch.stack(counts).sum()} if counts else {}
+    factors = [float(more[NUM_ITEMS] / count) for count in counts] or [1.0] * len(parts)
+    bare = [without_keys(each, more) for each in parts]
+    if isinstance(parts[0], UnitBatch):
+        return UnitBatch(units=tuple({**unit, **more} for each in bare for unit in units_of(each))), factors
+    return {**join_batches(bare), **more}, factors
 
 
 def _shifts_labels(model: nn.Module) -> bool:

@@ -534,9 +534,9 @@ class GraphPipelineEngine(PipelineSurface):
             compute_loss: False evaluates without labels and returns the outputs only.
 
         Returns:
-            The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where
-            several were requested; of units that are given, a list of tensors in place of each); with ``compute_loss=False`` the
-            outputs.
+            The loss; with ``return_logits`` the pair of loss and outputs (one tensor, or a dict where several were
+            requested; of units that are given, a list of tensors in place of each); with ``compute_loss=False``
+            the outputs.
         """
         self.rank_engine.refuse_while_gathered()
         self._steps.drain()

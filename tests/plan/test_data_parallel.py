@@ -219,6 +219,8 @@ def test_on_many_gpus_no_plan_is_slower_than_plain_data_parallelism(model, devic
             assert not options and "open" in rows[0]
             continue
         for row in rows:
-            if row["how"] != "estimated" and row.get("fits"):
+            # stock may have another ZeRO stage than the one that was asked for; the first line names it
+            is_same_zero = bool(options) or row["mode"] == PLAIN
+            if is_same_zero and row["how"] != "estimated" and row.get("fits"):
                 assert graph["iteration_ms"] <= row["iteration_ms"] * (1 + 1e-6)
         assert plain_line([*rows, graph]).startswith("plain data parallel")

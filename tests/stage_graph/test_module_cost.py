@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +113,19 @@ def test_descriptions_tell_modules_apart() -> None:
     hooked.register_forward_hook(lambda *given: None)
     found = [str(describe_module(module)) for module in (*variants, hooked)]
     assert len(set(found)) == len(found)
+
+
+def test_a_program_without_a_file_is_read_only_where_it_defines_the_module(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = types.ModuleType("__main__")  # as in a notebook
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    described = describe_module(Deep())
+    monkeypatch.setattr(sys.modules[Deep.__module__], "pickler", program, raising=False)
+    assert describe_module(Deep()) == described
+    monkeypatch.setattr(Deep, "__module__", "__main__")
+    with pytest.raises(NotDescribed, match="module __main__ has no file"):
+        describe_module(Deep())
 
 
 def test_what_says_nothing_of_itself_is_not_described() -> None:

@@ -241,7 +241,8 @@ def _source_digest(names: Iterable[str]) -> str:
     Raises:
         NotDescribed: one has no file.
     """
-    waiting, done = list(names), set[str]()
+    own = set(names)
+    waiting, done = sorted(own), set[str]()
     digest = hashlib.sha256()
     files: dict[str, str] = {}
     while waiting:
@@ -250,8 +251,8 @@ def _source_digest(names: Iterable[str]) -> str:
             continue
         done.add(name)
         module = sys.modules.get(name)
-        if module is None:
-            continue  # named, and not loaded: nothing of it runs
+        if module is None or (name == "__main__" and name not in own):
+            continue  # named, and not loaded: nothing of it runs; picklers (dill) name the program that runs
         path = getattr(module, "__file__", None)
         if path is None and not hasattr(module, "__path__"):
             raise NotDescribed(f"module {name} has no file")

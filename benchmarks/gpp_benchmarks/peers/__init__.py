@@ -1,9 +1,9 @@
 """Scenarios rebuilt from peers' own tests, each run with the peer's engine and with this package's, and compared.
 
-    gpp bench peers                      all of them
-    gpp bench peers --peers torch        of torch.distributed.pipelining: its models and its schedules
-    gpp bench peers --peers files        configurations that projects ship, beside one process
-    gpp bench peers --only tied eval     those whose names have one of these texts in them
+    gpp bench peers                      all of them.
+    gpp bench peers --peers torch        of torch.distributed.pipelining: its models and its schedules.
+    gpp bench peers --peers files        configurations that projects ship, beside one process.
+    gpp bench peers --only tied eval     those whose names have one of these texts in them.
 
 A scenario does what a test of the peer does, by calls that both engines have, on gloo ranks: values, types and
 exceptions are compared. A row is `same`, `refused` with the line that says so, or `differs` on purpose. Each has the

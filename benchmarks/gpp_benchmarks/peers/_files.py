@@ -55,6 +55,8 @@ DECAY: Json = {
     }
 }
 LOGS: Json = {"steps_per_print": 900, "wall_clock_breakdown": False}
+FILLED = (SIZES, HALVES, ADAMW, WARM_UP, LOGS)
+"""What Trainer fills in, and what is printed: the same in most files."""
 ANY: Json = {"zero_allow_untested_optimizer": True}
 CPU: Json = {"device": "cpu", "pin_memory": True}
 BUCKETS: Json = {
@@ -95,12 +97,12 @@ FILES: tuple[tuple[str, str, tuple[Json, ...]], ...] = (
     (
         "transformers zero2",
         "",
-        (SIZES, HALVES, ADAMW, WARM_UP, LOGS, zero(2, BUCKETS, offload_optimizer=CPU)),
+        (*FILLED, zero(2, BUCKETS, offload_optimizer=CPU)),
     ),
     (
         "transformers zero3",
         OFFLOAD,
-        (SIZES, HALVES, ADAMW, WARM_UP, LOGS, zero(3, LIVE, offload_optimizer=CPU, offload_param=CPU)),
+        (*FILLED, zero(3, LIVE, offload_optimizer=CPU, offload_param=CPU)),
     ),
     ("axolotl zero1", "", (SIZES, HALVES, LOGS, zero(1, overlap_comm=True))),
     (
@@ -206,11 +208,7 @@ FILES: tuple[tuple[str, str, tuple[Json, ...]], ...] = (
         "qwen-vl zero2",
         "",
         (
-            SIZES,
-            HALVES,
-            ADAMW,
-            WARM_UP,
-            LOGS,
+            *FILLED,
             zero(2, BUCKETS, offload_optimizer={"device": "none", "pin_memory": True}),
         ),
     ),
@@ -218,11 +216,7 @@ FILES: tuple[tuple[str, str, tuple[Json, ...]], ...] = (
         "qwen-vl zero3",
         "",
         (
-            SIZES,
-            HALVES,
-            ADAMW,
-            WARM_UP,
-            LOGS,
+            *FILLED,
             zero(3, LIVE, offload_optimizer={"device": "none"}, offload_param={"device": "none"}),
         ),
     ),

@@ -139,7 +139,7 @@ def sample_from_dataset(
 
 
 def check_same_samples(loader: Any) -> None:
-    """Refuse a dataset of which ranks read different first samples; collective.
+    """Refuse a dataset of which ranks read different first samples; collective; the generators draw.
 
     Raises:
         ConfigError: on every rank.
@@ -148,10 +148,9 @@ def check_same_samples(loader: Any) -> None:
         return
     checksum = None
     try:
-        with restored_host_streams():
-            checksum = batch_checksum(
-                sample_from_dataset(loader.dataset, num_samples=1, collate_fn=loader.collate_fn)
-            )
+        checksum = batch_checksum(
+            sample_from_dataset(loader.dataset, num_samples=1, collate_fn=loader.collate_fn)
+        )
     except Exception:  # whatever it is, the other ranks wait; training reports it
         logger.debug("the first sample of train_dataset cannot be read alone", exc_info=True)
     found: list[int | None] = [None] * dist.get_world_size()

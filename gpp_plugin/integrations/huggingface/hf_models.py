@@ -457,8 +457,6 @@ def _texts(
         batch.update({name: is_image for name in _IMAGE_MARKS if name in taken})
     if "bbox" in taken:
         batch["bbox"] = torch.zeros(*ids.shape, 4, dtype=torch.int64)
-    if "qformer_input_ids" in taken:
-        batch["qformer_input_ids"] = torch.full((num_samples, length), FIRST_ORDINARY_ID)
     if type(model).__name__.endswith("MultipleChoice"):
         batch = {name: value[:, None].repeat(1, 2, 1) for name, value in batch.items()}
     return batch

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph, OpNode
 from gpp_plugin.ir.plan import PipelinePlan
@@ -138,6 +138,47 @@ class SequencePart:
     is_gathered: bool = False
 
 
+POSITIONS, ROWS, HEADS = "positions", "rows", "heads"
+"""How context ranks cut an axis: as evenly as can be; of every sample that it joins its positions; equally."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextCut:
+    """How context ranks hold a tensor.
+
+    Args:
+        kind: ``positions``: each has a stretch of the axis, [2, 5, 32] in [2, 2, 32] and [2, 3, 32]. ``rows``: the axis
+            joins samples and positions, [10, 32] in [4, 32] and [6, 32]. ``heads``: the axis has heads, or features made
+            of them, in equal parts; of all positions.
+        axis: which is cut.
+    """
+
+    kind: str
+    axis: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextPart:
+    """An operator that context ranks run on their parts.
+
+    Args:
+        name: of the operator.
+        result: how its result is cut, or each of its results; None: it is whole, made of summands (``sums``).
+        operands: what it reads in parts (operators, inputs, parameters), and how; it reads all else whole.
+        sums: of each rank's result the whole is the ``sum``, or the ``mean`` over labels that count (cross entropy);
+            "" where it is cut.
+        heads: numbers that the context size must divide: of query heads, where it computes on parts of heads.
+        groups: heads of what it reads that the context size need not divide: keys and values, which several ranks read.
+    """
+
+    name: str
+    result: ContextCut | None
+    operands: dict[str, ContextCut]
+    sums: str = ""
+    heads: tuple[int, ...] = ()
+    groups: dict[str, int] = field(default_factory=dict)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeLinear:
     """A linear operator that stays whole, and the operator that is in the way."""
@@ -148,11 +189,18 @@ class WholeLinear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """What of a captured model can be shared out, and what cannot."""
+    """What of a captured model can be shared out, and what cannot.
+
+    Args:
+        regions, whole, sequence: among tensor ranks.
+        context, uncut: among context ranks: operators on parts; linear operators and attention that stay whole.
+    """
 
     regions: tuple[ShardedRegion, ...] = ()
     whole: tuple[WholeLinear, ...] = ()
     sequence: tuple[SequencePart, ...] = ()
+    context: tuple[ContextPart, ...] = ()
+    uncut: tuple[WholeLinear, ...] = ()
 
 
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:

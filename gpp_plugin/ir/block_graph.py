@@ -177,12 +177,12 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSharding:
-    """What the tensor ranks of a data position divide of a block, and what they sum together.
+    """What the tensor ranks, or the context ranks, of a data position divide of a block, and what they send each other.
 
-    A block without one computes the same on every tensor rank: nothing of it is divided.
+    A block without one computes the same on every one of them: nothing of it is divided.
 
     Args:
-        degrees: tensor sizes above 1 that divide its heads, features and vocabulary, increasing.
+        degrees: sizes above 1 that divide its heads (and features and vocabulary, of tensor ranks), increasing.
         flop_share: share of ``Block.flops`` that is divided by the degree; the rest every rank computes.
         parameter_bytes, trainable_bytes: of those of the block, what is held as shards.
         saved_share: share of ``Block.saved_bytes`` that is divided.
@@ -196,6 +196,11 @@ class BlockSharding:
             them makes them whole, and puts them in parts.
         beside_share: share of the block's weight gradients that is made while its backward's sums travel: of linear
             operators that read what is summed.
+        forward_exchanges, backward_exchanges: all-to-alls between parts of positions and parts of heads in one task.
+        forward_exchange_bytes, backward_exchange_bytes: bytes of the whole tensors of these; of n ranks each sends
+            (n - 1) / n of its nth part.
+        groups: how many groups of keys and values are exchanged, 0 where there are none: more ranks than these
+            exchange ``group_bytes`` (of the whole tensors of one task) n / gcd(n, groups) times over.
     """
 
     block: str
@@ -216,6 +221,12 @@ class BlockSharding:
     beside_gathers: int = 0
     beside_gather_bytes: int = 0
     cut_results: tuple[str, ...] = ()
+    forward_exchanges: int = 0
+    forward_exchange_bytes: int = 0
+    backward_exchanges: int = 0
+    backward_exchange_bytes: int = 0
+    groups: int = 0
+    group_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it keeps its fingerprint
@@ -227,6 +238,8 @@ class BlockGraph:
         loss_block: the block that yields the loss, or None.
         more_losses: further blocks that yield a loss, which are all added up (explicit stage graphs).
         sharding: of the blocks that tensor ranks can divide; empty where that is not known.
+        context: of the blocks that context ranks can divide; empty where that is not known.
+        uncut: of blocks with linear operators or attention that context ranks do not divide, why.
         undivided: of blocks with linear operators that tensor ranks cannot divide, why: names the operator in the way.
         tied: groups of blocks that share a parameter, parameter name -> block names.
         saved: what is saved for backward, tensor by tensor; empty in analytic graphs of layers.
@@ -243,6 +256,8 @@ class BlockGraph:
     more_losses: tuple[str, ...] = ()
     sharding: tuple[BlockSharding, ...] = ()
     undivided: dict[str, str] = field(default_factory=dict)
+    context: tuple[BlockSharding, ...] = ()
+    uncut: dict[str, str] = field(default_factory=dict)
 
     @cached_property
     def fingerprint(self) -> str:

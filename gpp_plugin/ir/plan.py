@@ -186,8 +186,8 @@ class Stage:
     Args:
         name: what it holds (`plan.stage_names`), or as the user calls it; unique in the plan.
         blocks: block names in topological order.
-        ranks: the global ranks of its grid of data x tensor positions, row by row: the rank at data position
-            d and tensor position t is ``ranks[d * tensor + t]``.
+        ranks: the global ranks of its grid of data x context x tensor positions, row by row: the rank at data position
+            d, context position c and tensor position t is ``ranks[(d * context + c) * tensor + t]``.
         micro_batch_size: samples the whole stage takes at a time; each data position gets an equal part.
         schedule: ``1f1b``, ``gpipe``, ``greedy`` or ``zero_bubble``; ``k`` is the k of kFkB (with ``1f1b``).
         num_sliced: micro-batches, the first ones, whose forwards run in two halves (AutoPipe's slicer).
@@ -204,8 +204,9 @@ class Stage:
         sharded_bytes: its parameters where each of its data-parallel ranks holds a part of them, and all gather them
             for the stage's tasks (ZeRO 3); 0: each holds them whole.
         memory: what it swaps and recomputes; None: nothing. ``backward_us`` contains what that adds.
-        tensor: tensor-parallel size: the ranks of one data position compute the same samples together, with
-            collectives inside each task.
+        tensor: tensor-parallel size: so many ranks share out weights, with collectives inside each task.
+        context: context-parallel size: so many ranks have parts of the positions of the same samples, and whole
+            weights. The context x tensor ranks of a data position compute the same samples together.
         backend: what its forward runs on where that is not torch (`openvino`, of a mix `openvino + torch`); a stage
             without gradients alone has one.
         compiled: those of its blocks, of a stage that trains, whose code is compiled.
@@ -233,6 +234,7 @@ class Stage:
     tensor: Count = 1
     backend: str = ""
     compiled: tuple[str, ...] = ()
+    context: Count = 1
 
     @property
     def forward_label(self) -> str:
@@ -248,8 +250,18 @@ class Stage:
         return "compiled code" if number == len(self.blocks) else f"compiled code ({number} of its blocks)"
 
     @property
+    def model_parallel(self) -> int:
+        """Return how many ranks compute the same samples together."""
+        return self.context * self.tensor
+
+    @property
     def degree(self) -> int:
-        """Return the data-parallel degree."""
+        """Return the data-parallel degree: how many ranks compute different samples."""
+        return len(self.ranks) // self.model_parallel
+
+    @property
+    def num_replicas(self) -> int:
+        """Return how many ranks hold the same parameters: those of data x context."""
         return len(self.ranks) // self.tensor
 
     @property
@@ -261,7 +273,7 @@ class Stage:
         >>> stage.gathered_bytes
         60
         """
-        return self.sharded_bytes - self.sharded_bytes // self.degree
+        return self.sharded_bytes - self.sharded_bytes // self.num_replicas
 
     @property
     def local_batch_size(self) -> int:
@@ -269,19 +281,40 @@ class Stage:
         return self.micro_batch_size // self.degree
 
     def position(self, rank: int) -> tuple[int, int]:
-        """Return the data and the tensor position of ``rank`` in the stage's grid."""
+        """Return the data position of ``rank`` in the stage's grid, and its place among those of the same samples."""
         # ranks (4, 5, 6, 7, 8, 9), tensor 2: three data positions of two ranks; rank 7 is (1, 1)
-        return divmod(self.ranks.index(rank), self.tensor)
+        return divmod(self.ranks.index(rank), self.model_parallel)
 
-    def data_ranks(self, tensor_position: int) -> tuple[int, ...]:
-        """Return the data-parallel group of one tensor position, in the order of its samples."""
-        # of the same grid: tensor position 1 on ranks 5, 7 and 9, which compute different samples with the same shards
+    def context_position(self, rank: int) -> int:
+        """Return which part of the positions ``rank`` has."""
+        return self.position(rank)[1] // self.tensor
+
+    def tensor_position(self, rank: int) -> int:
+        """Return which part of the weights ``rank`` has."""
+        return self.position(rank)[1] % self.tensor
+
+    def data_ranks(self, place: int = 0) -> tuple[int, ...]:
+        """Return the ranks at a place of each data position, in the order of their samples."""
+        # of the same grid: place 1 has ranks 5, 7 and 9, which compute different samples
+        return self.ranks[place :: self.model_parallel]
+
+    def model_ranks(self, data_position: int) -> tuple[int, ...]:
+        """Return the ranks of a data position, which compute the same samples together."""
+        size = self.model_parallel
+        return self.ranks[data_position * size : (data_position + 1) * size]
+
+    def replicas(self, tensor_position: int) -> tuple[int, ...]:
+        """Return the ranks that hold the same parameters, those of one tensor position: their gradients are summed."""
         return self.ranks[tensor_position :: self.tensor]
 
-    def tensor_ranks(self, data_position: int) -> tuple[int, ...]:
-        """Return the tensor-parallel group of one data position, which computes the same samples together."""
-        # and data position 1 on ranks 6 and 7, which compute the same samples with different shards
-        return self.ranks[data_position * self.tensor : (data_position + 1) * self.tensor]
+    def tensor_ranks(self, data_position: int, context_position: int = 0) -> tuple[int, ...]:
+        """Return the tensor-parallel group of a data and a context position: the same positions, different shards."""
+        first = context_position * self.tensor
+        return self.model_ranks(data_position)[first : first + self.tensor]
+
+    def context_ranks(self, data_position: int, tensor_position: int = 0) -> tuple[int, ...]:
+        """Return the context-parallel group of a data and a tensor position: the same shards, different positions."""
+        return self.model_ranks(data_position)[tensor_position :: self.tensor]
 
     def samples(self, micro_batch: int, rank: int, half: int | None = None) -> SampleRange:
         """Return the samples of the mini-batch that ``rank`` computes in (half of) ``micro_batch``."""

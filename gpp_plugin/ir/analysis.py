@@ -148,8 +148,8 @@ class ContextCut:
 
     Args:
         kind: ``positions``: each has a stretch of the axis, [2, 5, 32] in [2, 2, 32] and [2, 3, 32]. ``rows``: the axis
-            joins samples and positions, [10, 32] in [4, 32] and [6, 32]. ``heads``: the axis has heads, or features made
-            of them, in equal parts; of all positions.
+            joins samples and positions, [10, 32] in [4, 32] and [6, 32]. ``heads``: the axis has heads, or features
+            made of them, in equal parts; of all positions.
         axis: which is cut.
     """
 

@@ -75,6 +75,7 @@ class _Part:
     result: _Cut | None
     operands: dict[fx.Node, _Cut]
     sums: str = ""
+    heads: int = 0
     groups: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -128,16 +129,14 @@ def find_context(
         part = search.parts.get(node)
         if part is None:
             continue
-        heads = (part.result.parts[0],) if part.result is not None and part.result.is_heads else ()
-        of_groups = {name(each): number for each, number in part.groups.items()}
         parts.append(
             ContextPart(
                 name=node.name,
                 result=part.result.as_data() if part.result is not None else None,
                 operands={name(each): cut.as_data() for each, cut in part.operands.items()},
                 sums=part.sums,
-                heads=tuple(number for number in heads if number not in of_groups.values()),
-                groups=of_groups,
+                heads=(part.heads,) if part.heads else (),
+                groups={name(each): number for each, number in part.groups.items()},
             )
         )
     uncut = tuple(
@@ -200,7 +199,7 @@ class _Search:
         part = self.parts.get(source) if isinstance(source, fx.Node) else None
         if part is not None and part.result is not None:
             assert isinstance(source, fx.Node)
-            self.parts[node] = _Part(result=part.result, operands={source: part.result})
+            self.parts[node] = _Part(result=part.result, operands={source: part.result}, heads=part.heads)
 
     def _state(self, node: fx.Node) -> _Cut | None:
         part = self.parts.get(node)
@@ -296,13 +295,15 @@ class _Search:
             ):
                 continue
             first = _Cut(True, axis, (shape[axis],)) if shape[axis] > 1 else None
-            found = self._repeated(node, first, chain[::-1])
+            found = self._repeated(node, first, chain[::-1], wanted.parts[0])
             if found and found[chain[0]].result == wanted:
                 self.parts |= found
                 return
 
-    def _repeated(self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node]) -> dict[fx.Node, _Part]:
-        """Return operators that repeat groups, one behind the other, as parts; empty where they cannot be."""
+    def _repeated(
+        self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node], heads: int
+    ) -> dict[fx.Node, _Part]:
+        """Return operators that repeat groups for so many heads, in order, as parts; empty where they cannot be."""
         found: dict[fx.Node, _Part] = {}
         for node in chain:
             if cut is None:
@@ -316,7 +317,8 @@ class _Search:
             found[node] = _Part(
                 result=_Cut(True, made.axis, made.parts),
                 operands={source: cut},
-                groups={source: cut.parts[0]},
+                heads=heads,
+                groups={source: cut.parts[0]} if cut.parts[0] != heads else {},
             )
             source, cut = node, found[node].result
         return found
@@ -374,7 +376,7 @@ class _Search:
             raise NotSharded("changes the sizes of what is cut")
         read = {each: known[each] for each in node.all_input_nodes if each in known}
         read |= {each: _Cut(is_heads, cut.axis, cut.parts) for each, cut in reads.sliced.items()}
-        self.parts[node] = _Part(result=result, operands=read)
+        self.parts[node] = _Part(result=result, operands=read, heads=result.parts[0] if is_heads else 0)
         if node.target is aten.cross_entropy_loss.default:
             kind = argument(node, 3, "reduction", 1)
             if kind:
@@ -394,7 +396,9 @@ class _Search:
             # all results of one operator: cut together, or not at all (see below)
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            self.parts[node] = _Part(result=cut, operands={source: cut})
+            self.parts[node] = _Part(
+                result=cut, operands={source: cut}, heads=cut.parts[0] if cut.is_heads else 0
+            )
             return
         if any(user in self.parts and self.parts[user].groups.get(node) for user in node.users):
             return

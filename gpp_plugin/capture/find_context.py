@@ -37,7 +37,7 @@ from gpp_plugin.capture.axis_rules import (
     rule_of,
     shape_of,
 )
-from gpp_plugin.capture.find_regions import Linear, as_linear
+from gpp_plugin.capture.find_regions import as_linear
 from gpp_plugin.capture.layout_rules import Rows, State, Whole
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments, written_storages
 from gpp_plugin.ir.analysis import HEADS, POSITIONS, ROWS, ContextCut, ContextPart, WholeLinear
@@ -53,6 +53,9 @@ _REPEATS = (
 )  # fmt: skip
 """Operators between groups of keys and the heads that read them."""
 MAX_REPEATS = 6
+_TURNS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
+_DROPS = (_ATTENTION, aten.dropout.default, aten.feature_dropout.default)
+"""Operators that draw random numbers, for each element that they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +162,8 @@ class _Search:
     ) -> None:
         self.graph, self.parameters, self.layouts = graph, parameters, layouts
         self.num_samples, self.written = num_samples, written_storages(graph)
-        known = ((node, as_linear(node, parameters)) for node in graph.nodes)
-        self.linears = {node: linear for node, linear in known if linear is not None}
+        known = ((node, _linear_operand(node, parameters)) for node in graph.nodes)
+        self.linears = {node: operand for node, operand in known if operand is not None}
         self.parts: dict[fx.Node, _Part] = {}
         self.whole: dict[fx.Node, str] = {}
 
@@ -175,7 +178,13 @@ class _Search:
         self._drop_useless()
 
     def _is_free(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node not in self.written and not written_arguments(node)
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return (
+            node.op == "call_function"
+            and node not in self.written
+            and not written_arguments(node)
+            and (not is_drawn or node.target in _DROPS)
+        )
 
     # ---- forwards ------------------------------------------------------------------------------
 
@@ -183,16 +192,14 @@ class _Search:
         if is_part(node):
             self._take_part(node)
             return
-        linear = self.linears.get(node)
         try:
-            if linear is not None:
-                self._look_at_linear(linear)
+            if node in self.linears:
+                self._look_at_linear(node)
             elif not self._look_at_attention(node):
                 self._follow(node)
         except (NotSharded, NeedsParts) as error:
-            if linear is not None or node.target is _ATTENTION:
-                where = module_path(node)
-                self.whole[node] = f"{node.target}{f' at {where}' if where else ''} ({node.name}) {error}"
+            where = module_path(node)
+            self.whole[node] = f"{node.target}{f' at {where}' if where else ''} ({node.name}) {error}"
 
     def _take_part(self, node: fx.Node) -> None:
         source = node.args[0]
@@ -205,11 +212,12 @@ class _Search:
         part = self.parts.get(node)
         return None if part is None else part.result
 
-    def _look_at_linear(self, linear: Linear) -> None:
-        state = self._state(linear.operand)
-        if state is None or state.is_heads or state.axis == len(shape_of(linear.operand)) - 1:
-            state = self._begin(linear.operand)
-        self._apply(linear.node, context_rule_of(linear.node), {linear.operand: state})
+    def _look_at_linear(self, node: fx.Node) -> None:
+        operand = self.linears[node]
+        state = self._state(operand)
+        if state is None or state.is_heads or state.axis == len(shape_of(operand)) - 1:
+            state = self._begin(operand)
+        self._apply(node, context_rule_of(node), {operand: state})
 
     def _begin(self, operand: fx.Node) -> _Cut:
         """Return where the positions of a linear operator's operand lie."""
@@ -324,7 +332,12 @@ class _Search:
         return found
 
     def _follow(self, node: fx.Node) -> None:
-        """Have an operator compute on parts where it reads any."""
+        """Have an operator compute on parts where it reads any.
+
+        Raises:
+            NotSharded, NeedsParts: it cannot.
+        """
+        reasons = list[Exception]()
         states = {each: state for each in node.all_input_nodes if (state := self._state(each)) is not None}
         for is_heads, rule_for in ((False, context_rule_of), (True, rule_of)):
             own = {each: state for each, state in states.items() if state.is_heads == is_heads}
@@ -334,9 +347,12 @@ class _Search:
                 if own:
                     self._apply(node, rule_for(node), own)
                     return
-            except (NotSharded, NeedsParts):
+            except (NotSharded, NeedsParts) as error:
                 if not is_heads and self._sum(node, own):
                     return
+                reasons.append(error)
+        if reasons:
+            raise reasons[0]
 
     def _sum(self, node: fx.Node, states: Mapping[fx.Node, _Cut]) -> bool:
         """Take a sum over what is cut: of each rank's own, then of all."""
@@ -444,6 +460,17 @@ class _Search:
                 del self.parts[node]
             if not bad:
                 return
+
+
+def _linear_operand(node: fx.Node, parameters: Mapping[str, str]) -> fx.Node | None:
+    """Return what a linear operator reads, by a parameter or a transposed one; None of another."""
+    linear = as_linear(node, parameters)
+    if linear is not None or node.target not in (aten.matmul.default, aten.mm.default):
+        return None if linear is None else linear.operand
+    operand, weight = node.args[:2]
+    is_turned = isinstance(weight, fx.Node) and weight.target in _TURNS
+    is_own = is_turned and all(each.name in parameters for each in weight.all_input_nodes)  # type: ignore[union-attr]
+    return operand if is_own and isinstance(operand, fx.Node) else None
 
 
 def _rows_of(node: fx.Node) -> fx.Node | None:

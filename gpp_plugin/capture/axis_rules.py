@@ -622,6 +622,38 @@ def _reshaped(node: fx.Node, reads: OperandReads) -> AxisCut:
     return view(node, reads)
 
 
+def _largest(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
+    """The largest numbers along another axis, and where they are."""
+    operand, found = _one(node, reads)
+    if _own_axis(argument(node, 2, "dim", -1), len(shape_of(operand))) == found.axis:
+        raise NotSharded("mixes what is cut")
+    return [found] * len(node.meta["val"])
+
+
+def _picked(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """One element of another axis for each number, which are cut as what they are taken from."""
+    operand, found = _one(node, reads)
+    numbers = node.args[2]
+    assert isinstance(numbers, fx.Node)
+    if _own_axis(node.args[1], len(shape_of(operand))) == found.axis:
+        raise NotSharded("mixes what is cut")
+    reads.cut(numbers, found)
+    return found
+
+
+def _indexed(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Elements of other axes, one beside the other, by numbers that are read whole."""
+    _, found = _one(node, reads)
+    numbers: Any = node.args[1]
+    axes = [axis for axis, each in enumerate(numbers) if each is not None]
+    if found.axis in axes or axes != list(range(axes[0], axes[-1] + 1)):
+        raise NotSharded("takes elements of the axis that is cut")
+    for axis in axes:
+        reads.whole(numbers[axis])
+    made = max(len(shape_of(numbers[axis])) for axis in axes)
+    return found if found.axis < axes[0] else found.at(found.axis - len(axes) + made)
+
+
 def _queries(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Attention of some queries to all keys."""
     query, found = _one(node, reads)
@@ -658,6 +690,11 @@ _OF_CONTEXT: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.linear.default, aten.addmm.default), _of_rows),
     aten.mm.default: matmul,
     aten.baddbmm.default: _added_product,
+    aten.topk.default: _largest,
+    aten.gather.default: _picked,
+    aten.index.Tensor: _indexed,
+    aten.argmax.default: reduction,
+    aten.cumsum.default: softmax,
     aten.embedding.default: _lookup,
     aten.scaled_dot_product_attention.default: _queries,
     aten.cross_entropy_loss.default: _labels,

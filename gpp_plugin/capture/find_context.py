@@ -142,12 +142,14 @@ def find_context(
                 groups={name(each): number for each, number in part.groups.items()},
             )
         )
-    uncut = tuple(
-        WholeLinear(name=node.name, reason=why)
-        for node, why in search.whole.items()
+    # of a scan that is written out, one operator stands for all of its kind
+    first = {
+        (module_path(node), node if node in search.linears else node.target): (node, why)
+        for node, why in reversed(search.whole.items())
         if node not in search.parts
-    )
-    return tuple(parts), uncut
+    }
+    uncut = [WholeLinear(name=node.name, reason=why) for node, why in reversed(first.values())]
+    return tuple(parts), tuple(uncut)
 
 
 class _Search:
@@ -175,6 +177,9 @@ class _Search:
         for node in reversed(self.graph.nodes):
             if node not in self.parts and self._is_free(node):
                 self._look_back(node)
+        for node in self.graph.nodes:
+            if is_part(node) and node.args[0] not in self.parts:
+                self.parts.pop(node, None)
         self._drop_useless()
 
     def _is_free(self, node: fx.Node) -> bool:
@@ -442,24 +447,33 @@ class _Search:
                         yield {operand: _Cut(cut.is_heads, axis, parts)}
 
     def _drop_useless(self) -> None:
-        """Make whole again what is cut, made of wholes and read as a whole, and results of whole operators."""
-        for node in self.graph.nodes:
-            if is_part(node) and node in self.parts and node.args[0] not in self.parts:
-                del self.parts[node]
-        while True:
-            bad = [
-                node
-                for node, part in self.parts.items()
-                if node not in self.linears
-                and node.target is not _ATTENTION
-                and node.target not in _PRODUCTS
-                and not any(self._state(each) is not None for each in part.operands)
-                and not any(user in self.parts and node in self.parts[user].operands for user in node.users)
-            ]
-            for node in bad:
-                del self.parts[node]
-            if not bad:
-                return
+        """Make whole again what is only read whole, and is made of wholes, or of less than it is."""
+        # a scan reads exp(mul(times, rates)) at one position after the other: times, a sixteenth of it, are gathered
+        for node in reversed(self.graph.nodes):
+            chain, sources = list[fx.Node](), [node]
+            while (
+                len(sources) == 1 and _bytes(sources[0]) == _bytes(node) and self._is_light(sources[0], chain)
+            ):
+                chain.append(sources[0])
+                sources = [each for each in self.parts[chain[-1]].operands if self._state(each) is not None]
+            if chain and sum(map(_bytes, sources)) < _bytes(node):
+                for each in chain:
+                    del self.parts[each]
+
+    def _is_light(self, node: fx.Node, readers: Sequence[fx.Node]) -> bool:
+        """Return whether an operator on parts costs little, and nothing but some readers wants it in parts."""
+        is_costly = node in self.linears or node.target is _ATTENTION or node.target in _PRODUCTS
+        if node not in self.parts or self.parts[node].sums or is_costly or is_part(node):
+            return False
+        return all(
+            user in readers or user not in self.parts or node not in self.parts[user].operands
+            for user in node.users
+        )
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _linear_operand(node: fx.Node, parameters: Mapping[str, str]) -> fx.Node | None:

@@ -127,7 +127,7 @@ class EmulatedCompute:
 
         def zeros(name: str, num_samples: int) -> Tensor:
             spec = specs[name]
-            shape = held_shape(spec, num_samples, own, axes[name])
+            shape = held_shape(spec, num_samples, own, rank, axes[name])
             return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
         self._local = own.local_batch_size

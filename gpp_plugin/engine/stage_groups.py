@@ -134,11 +134,11 @@ class StageGroups:
                 it, or a tie names a stage it does not have or joins grids of different tensor sizes.
         """
         # torch makes a group on all ranks of the job or on none: every rank runs these calls in this order, for
-        # every stage, and keeps the groups that it is in. Example, a stage of 2 data x 2 context x 2 tensor positions on
-        # ranks 0 to 7, seen from rank 5, which is at (1, 0, 1):
+        # every stage, and keeps the groups that it is in. Example, a stage of 2 data x 2 context x 2 tensor positions
+        # on ranks 0 to 7, seen from rank 5, which is at (1, 0, 1):
         #
-        #     0 1 | 2 3     data {1 3 5 7}   tensor {4 5}   context {5 7}   model {4 5 6 7}   stage {0 .. 7}   single {5}
-        #     4 5 | 6 7     a row a data position, a field a context position, a column of a field a tensor position
+        #     0 1 | 2 3    data {1 3 5 7}   tensor {4 5}   context {5 7}   model {4 5 6 7}   stage {0 .. 7}
+        #     4 5 | 6 7    a row a data position, a field a context position, a column of a field a tensor position
         _check(plan, tied)
         new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_s), backend=backend)
         world = new_group(list(range(plan.num_ranks)))

@@ -415,7 +415,8 @@ def derive_stage_config(
         ConfigError: a key requests what a graph of stages cannot do.
     """
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
-    # (B = B/d * d * 1, rounded up where context ranks share samples), clipping, scheduler, monitors and timers are the graph's.
+    # (B = B/d * d * 1; rounded up, as context ranks share samples), clipping, scheduler, monitors and timers are the
+    # graph's.
     config = read_deepspeed(config).config
     if zero_stage is not None:
         config = {

@@ -168,7 +168,10 @@ class ContextPart:
         sums: of each rank's result the whole is the ``sum``, or the ``mean`` over labels that count (cross entropy);
             "" where it is cut.
         heads: numbers that the context size must divide: of query heads, where it computes on parts of heads.
-        groups: heads of what it reads that the context size need not divide: keys and values, which several ranks read.
+        groups: of what it reads by heads, how many there are where the context size need not divide them: groups of
+            keys and values. With f = n / gcd(n, groups) each is held f times over: so an exchange repeats each f times
+            in place, and n ranks have equal parts of groups * f. Behind it [2, 1, 8, 8] is expanded for the heads that
+            share a group: their number, a size of `expand` or `repeat_interleave`, is divided by f.
     """
 
     name: str

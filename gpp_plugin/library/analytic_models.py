@@ -227,64 +227,78 @@ def assemble(
 
 def _shardings(specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]]) -> tuple[BlockSharding, ...]:
     """Return what tensor ranks divide of each block, as a capture of it says (`ir.analysis.block_shardings`)."""
-    # Two layers behind an input that has no gradient, in front of a head that reads the whole; in tokens of each:
+    degrees = {
+        spec.name: tuple(t for t in TENSOR_SIZES if all(n % t == 0 for n in spec.divided.counts))
+        for spec in specs
+        if spec.divided is not None
+    }
+    divided = {s.name: s.divided for s in specs if s.divided is not None and degrees[s.name]}
+    leaves = {name for name, own in divided.items() if own.scattered}
+    begins = {dst for src, dst in edges if src in leaves and dst in divided and divided[dst].gathered}
+    reads = {dst for _, dst in edges}
+    is_whole = {src for src, dst in edges if src in leaves and dst not in begins}
+    return tuple(
+        _sharding(
+            spec,
+            divided[spec.name],
+            degrees[spec.name],
+            begins_on_parts=spec.name in begins,
+            has_gradient=spec.name in reads,
+            is_gathered=spec.name in is_whole,
+        )
+        for spec in specs
+        if spec.name in divided
+    )
+
+
+def _sharding(
+    spec: BlockSpec,
+    own: Divided,
+    degrees: tuple[int, ...],
+    *,
+    begins_on_parts: bool,
+    has_gradient: bool,
+    is_gathered: bool,
+) -> BlockSharding:
+    """Return what tensor ranks divide of a block.
+
+    Args:
+        has_gradient: what it reads has one.
+        is_gathered: blocks read its result whole.
+    """
+    # Two layers behind an input that has no gradient, in front of a head that reads the whole; each gathers and sums
+    # tokens:
     #
     #   layer 0   begins whole: 1 sum of its backward; gathers forward 3 (attention's result, the feed-forward's input
     #             and result), backward 4 (2 results, the input and once more for its weights)
-    #   layer 1   begins on parts: no sum; gathers forward 4 + 1 for the head, backward 6
-    degrees = {
-        spec.name: found
-        for spec in specs
-        if (own := spec.divided) is not None
-        and (found := tuple(t for t in TENSOR_SIZES if all(n % t == 0 for n in own.counts)))
-    }
-    known = {spec.name: spec for spec in specs}
-    divided = {name: own for name in degrees if (own := known[name].divided) is not None}
-    leaves = {name for name, own in divided.items() if own.scattered}
-    makers: dict[str, list[str]] = {}
-    readers: dict[str, list[str]] = {}
-    for src, dst in edges:
-        makers.setdefault(dst, []).append(src)
-        readers.setdefault(src, []).append(dst)
-    begins = {n for n, own in divided.items() if own.gathered and leaves.intersection(makers.get(n, ()))}
-    found = []
-    for name, own in divided.items():
-        spec = known[name]
-        is_gathered = name in leaves and not begins.issuperset(readers.get(name, ()))
-        gathered, sums, saved = own.gathered, tuple[int, ...](), own.saved
-        backward = own.scattered
-        if own.gathered and name not in begins:
-            gathered, sums, saved = own.gathered[1:], own.gathered[:1], own.saved - own.begun_whole
-            # what stands beside it, a residual, is each rank's positions of the whole
-            backward += own.gathered[:1] if own.scattered and name in makers else ()
-        forward = (*gathered, *own.scattered, *((math.prod(spec.output),) if is_gathered else ()))
-        found.append(
-            BlockSharding(
-                block=name,
-                degrees=degrees[name],
-                flop_share=1.0,
-                parameter_bytes=own.parameters * FLOAT,
-                trainable_bytes=own.parameters * FLOAT,
-                saved_share=saved / max(spec.saved, 1),
-                forward_sums=len(own.forward_sums),
-                forward_sum_bytes=sum(own.forward_sums) * FLOAT,
-                backward_sums=len(sums),
-                backward_sum_bytes=sum(sums) * FLOAT,
-                beside_share=own.beside / max(_weight_products(spec), 1),
-                forward_gathers=len(forward),
-                forward_gather_bytes=sum(forward) * FLOAT,
-                backward_gathers=len(backward) + 2 * len(gathered),
-                backward_gather_bytes=(sum(backward) + 2 * sum(gathered)) * FLOAT,
-                beside_gathers=2 * len(gathered),
-                beside_gather_bytes=2 * sum(gathered) * FLOAT,
-                cut_results=(f"{name}:out",) if name in leaves and not is_gathered else (),
-            )
-        )
-    return tuple(found)
-
-
-def _weight_products(spec: BlockSpec) -> int:
-    return sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched)
+    #   layer 1   begins on parts: no sum; gathers forward 4, and 1 for the head, backward 6
+    gathered, sums, saved, backward = own.gathered, tuple[int, ...](), own.saved, own.scattered
+    if not begins_on_parts:
+        gathered, sums, saved = own.gathered[1:], own.gathered[:1], own.saved - own.begun_whole
+        # a residual beside it is each rank's positions of the whole
+        backward += own.gathered[:1] if own.scattered and has_gradient else ()
+    forward = (*gathered, *own.scattered, *((math.prod(spec.output),) if is_gathered else ()))
+    made = sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched)
+    return BlockSharding(
+        block=spec.name,
+        degrees=degrees,
+        flop_share=1.0,
+        parameter_bytes=own.parameters * FLOAT,
+        trainable_bytes=own.parameters * FLOAT,
+        saved_share=saved / max(spec.saved, 1),
+        forward_sums=len(own.forward_sums),
+        forward_sum_bytes=sum(own.forward_sums) * FLOAT,
+        backward_sums=len(sums),
+        backward_sum_bytes=sum(sums) * FLOAT,
+        beside_share=own.beside / max(made, 1),
+        forward_gathers=len(forward),
+        forward_gather_bytes=sum(forward) * FLOAT,
+        backward_gathers=len(backward) + 2 * len(gathered),
+        backward_gather_bytes=(sum(backward) + 2 * sum(gathered)) * FLOAT,
+        beside_gathers=2 * len(gathered),
+        beside_gather_bytes=2 * sum(gathered) * FLOAT,
+        cut_results=(f"{spec.name}:out",) if own.scattered and not is_gathered else (),
+    )
 
 
 MOST_PIECES = 16

@@ -15,10 +15,18 @@ from gpp_plugin.runtime.tensor_ranks import (
     GRADIENT_PARTS,
     PARTS,
     RESULT,
-    own_part,
-    parameter_shards,
 )
-from tests.integrations.engine_jobs import B, U, config_of, make_engine, said_of, steps, steps_and_gradients
+from tests.integrations.engine_jobs import (
+    B,
+    U,
+    config_of,
+    make_engine,
+    part_of,
+    said_of,
+    shards_of,
+    steps,
+    steps_and_gradients,
+)
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import ReferenceRun, gradient_errors, train_reference
@@ -29,21 +37,6 @@ STEPS = 5
 
 def config(block: dict[str, Any], *, zero: int = 0, clipping: float = 0.0) -> dict[str, Any]:
     return config_of(zero_optimization={"stage": zero}, gradient_clipping=clipping, block=block)
-
-
-def shards_of(engine: Any) -> dict[str, Any]:
-    """Return what this rank holds in parts, by name: how it is cut, its position, and the number of ranks."""
-    reference = engine._rank_runner.reference
-    found = {}
-    for index in engine.rank_engine.indices:
-        stage = engine._plan.stages[index]
-        for name, shard in parameter_shards(reference, engine._plan, index).items():
-            found[name] = (shard, stage.position(engine.global_rank)[1], stage.tensor)
-    return found
-
-
-def part_of(whole: Tensor, how: Any) -> Tensor:
-    return whole if how is None else own_part(whole, *how)
 
 
 def train_all(cases: dict[str, Any], directory: str) -> dict[str, Any]:

@@ -137,6 +137,21 @@ def go_on(directory: str) -> dict[str, list[float]]:
     return answers
 
 
+def train_dropping(runs: dict[str, tuple[dict[str, Any], int]], directory: str) -> dict[str, Any]:
+    """Train each run, (block, seed), on the same mini-batches; its losses, gradients and weights."""
+    found = {}
+    for run, (block, seed) in runs.items():
+        model, make_batch = build("gpt2", layers=1, dropout=0.2)
+        torch.manual_seed(seed)
+        batches = [make_batch(B, of) for of in range(2)]
+        engine = make_engine(model, batches[0], config({**block, "profile_dir": f"{directory}/profiles"}))
+        losses, gradients = steps_and_gradients(engine, batches)
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        found[run] = {"losses": losses, "gradients": gradients, "weights": weights}
+        engine.destroy()
+    return found
+
+
 class Pair(nn.Module):
     def __init__(self, *, sums: bool) -> None:
         super().__init__()
@@ -218,6 +233,7 @@ ALL_CASES = {
     "clip, four and two tensor ranks": (6, ("clip", BRANCHES, {"zero": 1, "clipping": 0.0})),
     "t5, four tensor ranks": _case("t5", 4, tensor=4, clipping=CLIPPING, memory=FULL),
     "gpt2, three stages": _case("gpt2", 6, stages=3, zero=1, clipping=CLIPPING),
+    "llama, gradients in parts twice": _case("llama", 4, zero=2, clipping=CLIPPING),
 }
 CASES = dict(some(ALL_CASES.items(), every=6))
 
@@ -310,6 +326,24 @@ def test_checkpoints_are_cut_anew_for_other_tensor_sizes(tmp_path):
         assert answer["same"] == answer["first"]
         assert answer["whole"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_dropout_on_parts_repeats_bit_by_bit_and_when_forwards_run_again(tmp_path):
+    """Residuals and the embedding drop at each rank's positions, attention in each rank's heads."""
+    runs = {
+        "once": (TWO, 1),
+        "again": (TWO, 1),
+        "recomputed": ({**TWO, "memory": FULL}, 1),
+        "other": (TWO, 2),
+    }
+    for answer in run_kept_ranks(train_dropping, 2, runs, str(tmp_path)):
+        once = answer["once"]
+        for run in ("again", "recomputed"):
+            assert answer[run]["losses"] == once["losses"]
+            for held in ("gradients", "weights"):
+                assert once[held] and answer[run][held].keys() == once[held].keys()
+                assert all(torch.equal(answer[run][held][n], once[held][n]) for n in once[held])
+        assert all(a != b for a, b in zip(answer["other"]["losses"], once["losses"], strict=True))
 
 
 def test_evaluation_has_what_lies_inside_of_a_region_and_what_cannot_be_shared_out_is_refused(tmp_path):

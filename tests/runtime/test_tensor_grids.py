@@ -10,6 +10,7 @@ import dataclasses
 import queue
 import random
 import threading
+import types
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,9 +27,11 @@ from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor, run_steps
+from gpp_plugin.runtime.messages.routes import Routes, payloads_of, resolve_routes
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.messages import message_bytes
 from tests.runtime.memory_stages import Hooks
 from tests.schedule.plans import on_rows, proven, simple_plan, with_in_flight
 
@@ -350,6 +353,7 @@ def check_equal(
         MINI_BATCH, length, SIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
     ranks = run_threads(plan, axes, specs_of(plan, length), data)
+    check_bytes(plan, length)
     expected, loss = alone(plan, data)
     told = [(value.item(), count) for _, losses, _ in ranks for value, count in losses]
     assert sum(value * count for value, count in told) / MINI_BATCH == pytest.approx(loss, rel=1e-13)
@@ -371,6 +375,26 @@ def check_equal(
                     assert torch.equal(gradients[first][name], gradients[rank][name])
 
 
+def check_bytes(plan: PipelinePlan, length: int) -> None:
+    """What all ranks send over an edge, counted tensor by tensor, has as many bytes as the plan says."""
+    specs = specs_of(plan, length)
+    row = length * SIDE * 8.0
+    sizes = {"bytes_per_sample": row, "gradient_bytes_per_sample": row}
+    sizes |= {"bytes_fixed": 3 * row, "gradient_bytes_fixed": 3 * row}
+    sized = dataclasses.replace(plan, edges=tuple(dataclasses.replace(edge, **sizes) for edge in plan.edges))
+    counted: dict[object, float] = defaultdict(float)
+    planned: dict[object, float] = defaultdict(float)
+    for program in proven(plan)[1]:
+        for message in program.messages(InstructionKind.SEND):
+            payloads = payloads_of(message, is_sender=True, plan=plan, specs=specs)
+            assert [(p.name, p.shape) for p in payloads] == [
+                (p.name, p.shape) for p in payloads_of(message, is_sender=False, plan=plan, specs=specs)
+            ]
+            counted[message.edge, message.direction] += sum(payload.num_bytes for payload in payloads)
+            planned[message.edge, message.direction] += message_bytes(sized, message)
+    assert counted == pytest.approx(planned)
+
+
 @pytest.mark.parametrize("length", [7, 2])
 @pytest.mark.parametrize(
     "grids",
@@ -384,6 +408,46 @@ def test_stages_of_unlike_context_sizes_reshard_their_positions(grids, length):
     edges = [edge_between(src, src + 1, axes, has_whole=True) for src in (0, 1)]
     plan = on_rows(plan_of([4, 6, 6], edges), [1, 2, 1], tensors, contexts)
     check_equal(with_in_flight(plan), axes, length=length)
+
+
+def routes_at(plan: PipelinePlan, program: RankProgram, specs, known: Routes | None = None) -> Routes:
+    one = specs if isinstance(specs, dict) else specs[0]
+    gradients = boundary_gradients(program, plan, one)
+    index = program.stage
+    boundary = types.SimpleNamespace(
+        received=received_by(plan, index),
+        outputs=(f"t{index}", f"w{index}"),
+        gradient_outputs=gradients.outputs,
+        gradient_inputs=gradients.inputs,
+    )
+    return resolve_routes(program, plan=plan, boundary=boundary, specs=specs, known=known)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_routes_at_another_length_are_those_that_are_resolved_anew(seed):
+    """All micro-batches of one length, or, of micro-batches of a sample, each of its own; 2 leaves ranks without any."""
+    rng = random.Random(seed)
+    plan, _ = random_case(rng)
+    lengths: list[list[int]] = [[7] * MINI_BATCH, [9] * MINI_BATCH, [2] * MINI_BATCH]
+    if seed % 2:
+        sizes = [stage.degree for stage in plan.stages]
+        plan = with_in_flight(plan.with_each(micro_batch_size=sizes, num_sliced=[0] * len(sizes)))
+        lengths += [[rng.randint(3, 9) for _ in range(MINI_BATCH)] for _ in range(3)]
+    num_derived = 0
+    for program in proven(plan)[1]:
+        at = [
+            [specs_of(plan, length) for length in each] if seed % 2 else specs_of(plan, each[0])
+            for each in lengths
+        ]
+        known = routes_at(plan, program, at[0])
+        for each, specs in zip(lengths, at, strict=True):
+            anew, derived = (routes_at(plan, program, specs, known=before) for before in (None, known))
+            assert derived == anew
+            num_derived += derived.slots is known.slots
+            assert min(each) < 3 or derived.slots is known.slots, (
+                "resolved anew, though the same ranks have parts"
+            )
+    assert num_derived
 
 
 def test_what_was_sent_or_read_long_ago_is_let_go():

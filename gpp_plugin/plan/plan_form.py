@@ -268,18 +268,23 @@ def _check_tensors(plan: PipelinePlan) -> None:
 
 
 def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[TensorSpec]) -> None:
-    """Refuse shards that are not equal, or lie along the samples' axis.
+    """Refuse tensor ranks' shards that are not equal, and parts along no axis or the samples'.
 
     Args:
-        edge: its name; ``stage``: the one that holds ``tensors`` as shards along ``axis``.
+        edge: its name; ``stage``: the one that holds ``tensors`` in parts along ``axis``.
 
     Raises:
         PlanError: it names the tensor.
     """
-    if axis is None or stage.tensor == 1:
+    if axis is None or stage.model_parallel == 1:
         return
     for spec in tensors:
-        if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
+        if stage.context > 1 and not 0 <= axis < len(spec.shape):
+            raise PlanError(
+                f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} in {stage.context} parts "
+                f"along axis {axis}, which it does not have; plan again"
+            )
+        if stage.context == 1 and (not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor):
             raise PlanError(
                 f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape "
                 f"{spec.shape} as {stage.tensor} shards along axis {axis}, which do not divide it; pad it, or "
@@ -288,7 +293,7 @@ def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[Te
         if spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis:
             raise PlanError(
                 f"edge {edge}: axis {axis} of {spec.name!r} holds the samples, which data "
-                "positions share out; shard another axis over tensor ranks"
+                "positions share out; cut another axis for ranks of the same samples"
             )
 
 

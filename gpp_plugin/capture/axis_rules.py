@@ -579,6 +579,22 @@ def _of_rows(node: fx.Node, reads: OperandReads) -> AxisCut:
     return found
 
 
+def _added_product(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """A product of many matrices, and what is added to it, by rows of the left ones."""
+    added, left, right = node.args[:3]
+    found = reads.get(left)
+    if found is None or found.axis != 1:
+        raise NotSharded("sums over the axis that is cut")
+    reads.whole(right)
+    assert isinstance(added, fx.Node)
+    own = shape_of(added)
+    if len(own) < 2 or own[-2] == 1:
+        reads.whole(added)
+    else:
+        reads.cut(added, found.at(len(own) - 2))
+    return found
+
+
 def _lookup(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Rows of a table, by numbers that are cut."""
     table, numbers = node.args[0], node.args[1]
@@ -629,8 +645,9 @@ def _labels(node: fx.Node, reads: OperandReads) -> AxisCut:
     found, dims = reads.get(logits), len(shape_of(logits))
     if found is None or not isinstance(target, fx.Node) or len(shape_of(target)) != dims - 1:
         raise NotSharded("reads a part where it takes a whole")
-    if found.axis == min(dims - 1, 1) or argument(node, 2, "weight") is not None:
-        raise NotSharded("has parts of classes, or weights of them")
+    is_plain = argument(node, 2, "weight") is None and not argument(node, 5, "label_smoothing", 0.0)
+    if found.axis == min(dims - 1, 1) or not is_plain:
+        raise NotSharded("has parts of classes, weights of them, or smoothed labels")
     reads.cut(target, found.at(found.axis - (found.axis > 1)))
     return found.at(found.axis - (found.axis > 1))
 
@@ -640,6 +657,7 @@ _OF_CONTEXT: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshaped),
     **dict.fromkeys((aten.linear.default, aten.addmm.default), _of_rows),
     aten.mm.default: matmul,
+    aten.baddbmm.default: _added_product,
     aten.embedding.default: _lookup,
     aten.scaled_dot_product_attention.default: _queries,
     aten.cross_entropy_loss.default: _labels,

@@ -37,7 +37,7 @@ from gpp_plugin.capture.axis_rules import (
     rule_of,
     shape_of,
 )
-from gpp_plugin.capture.find_regions import Linear, as_linear
+from gpp_plugin.capture.find_regions import as_linear
 from gpp_plugin.capture.layout_rules import Rows, State, Whole
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments, written_storages
 from gpp_plugin.ir.analysis import HEADS, POSITIONS, ROWS, ContextCut, ContextPart, WholeLinear
@@ -53,6 +53,9 @@ _REPEATS = (
 )  # fmt: skip
 """Operators between groups of keys and the heads that read them."""
 MAX_REPEATS = 6
+_TURNS = (aten.t.default, aten.numpy_T.default, aten.transpose.int, aten.permute.default)
+_DROPS = (_ATTENTION, aten.dropout.default, aten.feature_dropout.default)
+"""Operators that draw random numbers, for each element that they read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class _Part:
     result: _Cut | None
     operands: dict[fx.Node, _Cut]
     sums: str = ""
+    heads: int = 0
     groups: dict[fx.Node, int] = field(default_factory=dict)
 
 
@@ -128,16 +132,14 @@ def find_context(
         part = search.parts.get(node)
         if part is None:
             continue
-        heads = (part.result.parts[0],) if part.result is not None and part.result.is_heads else ()
-        of_groups = {name(each): number for each, number in part.groups.items()}
         parts.append(
             ContextPart(
                 name=node.name,
                 result=part.result.as_data() if part.result is not None else None,
                 operands={name(each): cut.as_data() for each, cut in part.operands.items()},
                 sums=part.sums,
-                heads=tuple(number for number in heads if number not in of_groups.values()),
-                groups=of_groups,
+                heads=(part.heads,) if part.heads else (),
+                groups={name(each): number for each, number in part.groups.items()},
             )
         )
     uncut = tuple(
@@ -160,8 +162,8 @@ class _Search:
     ) -> None:
         self.graph, self.parameters, self.layouts = graph, parameters, layouts
         self.num_samples, self.written = num_samples, written_storages(graph)
-        known = ((node, as_linear(node, parameters)) for node in graph.nodes)
-        self.linears = {node: linear for node, linear in known if linear is not None}
+        known = ((node, _linear_operand(node, parameters)) for node in graph.nodes)
+        self.linears = {node: operand for node, operand in known if operand is not None}
         self.parts: dict[fx.Node, _Part] = {}
         self.whole: dict[fx.Node, str] = {}
 
@@ -176,7 +178,13 @@ class _Search:
         self._drop_useless()
 
     def _is_free(self, node: fx.Node) -> bool:
-        return node.op == "call_function" and node not in self.written and not written_arguments(node)
+        is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return (
+            node.op == "call_function"
+            and node not in self.written
+            and not written_arguments(node)
+            and (not is_drawn or node.target in _DROPS)
+        )
 
     # ---- forwards ------------------------------------------------------------------------------
 
@@ -184,33 +192,32 @@ class _Search:
         if is_part(node):
             self._take_part(node)
             return
-        linear = self.linears.get(node)
         try:
-            if linear is not None:
-                self._look_at_linear(linear)
+            if node in self.linears:
+                self._look_at_linear(node)
             elif not self._look_at_attention(node):
                 self._follow(node)
         except (NotSharded, NeedsParts) as error:
-            if linear is not None or node.target is _ATTENTION:
-                where = module_path(node)
-                self.whole[node] = f"{node.target}{f' at {where}' if where else ''} ({node.name}) {error}"
+            where = module_path(node)
+            self.whole[node] = f"{node.target}{f' at {where}' if where else ''} ({node.name}) {error}"
 
     def _take_part(self, node: fx.Node) -> None:
         source = node.args[0]
         part = self.parts.get(source) if isinstance(source, fx.Node) else None
         if part is not None and part.result is not None:
             assert isinstance(source, fx.Node)
-            self.parts[node] = _Part(result=part.result, operands={source: part.result})
+            self.parts[node] = _Part(result=part.result, operands={source: part.result}, heads=part.heads)
 
     def _state(self, node: fx.Node) -> _Cut | None:
         part = self.parts.get(node)
         return None if part is None else part.result
 
-    def _look_at_linear(self, linear: Linear) -> None:
-        state = self._state(linear.operand)
-        if state is None or state.is_heads or state.axis == len(shape_of(linear.operand)) - 1:
-            state = self._begin(linear.operand)
-        self._apply(linear.node, context_rule_of(linear.node), {linear.operand: state})
+    def _look_at_linear(self, node: fx.Node) -> None:
+        operand = self.linears[node]
+        state = self._state(operand)
+        if state is None or state.is_heads or state.axis == len(shape_of(operand)) - 1:
+            state = self._begin(operand)
+        self._apply(node, context_rule_of(node), {operand: state})
 
     def _begin(self, operand: fx.Node) -> _Cut:
         """Return where the positions of a linear operator's operand lie."""
@@ -296,13 +303,15 @@ class _Search:
             ):
                 continue
             first = _Cut(True, axis, (shape[axis],)) if shape[axis] > 1 else None
-            found = self._repeated(node, first, chain[::-1])
+            found = self._repeated(node, first, chain[::-1], wanted.parts[0])
             if found and found[chain[0]].result == wanted:
                 self.parts |= found
                 return
 
-    def _repeated(self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node]) -> dict[fx.Node, _Part]:
-        """Return operators that repeat groups, one behind the other, as parts; empty where they cannot be."""
+    def _repeated(
+        self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node], heads: int
+    ) -> dict[fx.Node, _Part]:
+        """Return operators that repeat groups for so many heads, in order, as parts; empty where they cannot be."""
         found: dict[fx.Node, _Part] = {}
         for node in chain:
             if cut is None:
@@ -316,13 +325,19 @@ class _Search:
             found[node] = _Part(
                 result=_Cut(True, made.axis, made.parts),
                 operands={source: cut},
-                groups={source: cut.parts[0]},
+                heads=heads,
+                groups={source: cut.parts[0]} if cut.parts[0] != heads else {},
             )
             source, cut = node, found[node].result
         return found
 
     def _follow(self, node: fx.Node) -> None:
-        """Have an operator compute on parts where it reads any."""
+        """Have an operator compute on parts where it reads any.
+
+        Raises:
+            NotSharded, NeedsParts: it cannot.
+        """
+        reasons = list[Exception]()
         states = {each: state for each in node.all_input_nodes if (state := self._state(each)) is not None}
         for is_heads, rule_for in ((False, context_rule_of), (True, rule_of)):
             own = {each: state for each, state in states.items() if state.is_heads == is_heads}
@@ -332,9 +347,12 @@ class _Search:
                 if own:
                     self._apply(node, rule_for(node), own)
                     return
-            except (NotSharded, NeedsParts):
+            except (NotSharded, NeedsParts) as error:
                 if not is_heads and self._sum(node, own):
                     return
+                reasons.append(error)
+        if reasons:
+            raise reasons[0]
 
     def _sum(self, node: fx.Node, states: Mapping[fx.Node, _Cut]) -> bool:
         """Take a sum over what is cut: of each rank's own, then of all."""
@@ -374,7 +392,7 @@ class _Search:
             raise NotSharded("changes the sizes of what is cut")
         read = {each: known[each] for each in node.all_input_nodes if each in known}
         read |= {each: _Cut(is_heads, cut.axis, cut.parts) for each, cut in reads.sliced.items()}
-        self.parts[node] = _Part(result=result, operands=read)
+        self.parts[node] = _Part(result=result, operands=read, heads=result.parts[0] if is_heads else 0)
         if node.target is aten.cross_entropy_loss.default:
             kind = argument(node, 3, "reduction", 1)
             if kind:
@@ -394,7 +412,9 @@ class _Search:
             # all results of one operator: cut together, or not at all (see below)
             source = node.args[0]
             assert isinstance(source, fx.Node)
-            self.parts[node] = _Part(result=cut, operands={source: cut})
+            self.parts[node] = _Part(
+                result=cut, operands={source: cut}, heads=cut.parts[0] if cut.is_heads else 0
+            )
             return
         if any(user in self.parts and self.parts[user].groups.get(node) for user in node.users):
             return
@@ -440,6 +460,17 @@ class _Search:
                 del self.parts[node]
             if not bad:
                 return
+
+
+def _linear_operand(node: fx.Node, parameters: Mapping[str, str]) -> fx.Node | None:
+    """Return what a linear operator reads, by a parameter or a transposed one; None of another."""
+    linear = as_linear(node, parameters)
+    if linear is not None or node.target not in (aten.matmul.default, aten.mm.default):
+        return None if linear is None else linear.operand
+    operand, weight = node.args[:2]
+    is_turned = isinstance(weight, fx.Node) and weight.target in _TURNS
+    is_own = is_turned and all(each.name in parameters for each in weight.all_input_nodes)  # type: ignore[union-attr]
+    return operand if is_own and isinstance(operand, fx.Node) else None
 
 
 def _rows_of(node: fx.Node) -> fx.Node | None:

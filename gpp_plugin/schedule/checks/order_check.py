@@ -1,4 +1,4 @@
-"""Refuses task orders that are not whole (missing, repeated, held too long), grids and micro-batches that do not fit."""
+"""Refuses task orders that are not whole (missing, repeated, held too long), and grids and sizes that do not fit."""
 
 from __future__ import annotations
 

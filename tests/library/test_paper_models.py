@@ -192,3 +192,29 @@ def test_tensor_ranks_of_texts_send_what_those_of_a_captured_llama_do():
     assert (first["embedding"].forward_sums, first["embedding"].cut_results) == (1, ())
     assert (first["layers.0"].backward_sums, first["layers.0"].forward_gathers) == (1, 3)
     assert first["vision.1"].forward_gathers == 5, "a projector reads the whole"
+
+
+def test_context_ranks_exchange_heads_and_gather_what_is_read_whole():
+    """A vision tower of 4 heads, whose features are put between the words of a text of 12 heads."""
+    sizes = {"layers": 2, "hidden": 48, "heads": 12, "inner": 72, "length": 10, "vocabulary": 64}
+    graph = build_model(
+        "multimodal", **sizes, vision_layers=1, vision_hidden=32, vision_heads=4, patches=6
+    ).graph
+    cut = {each.block: each for each in graph.context}
+    assert cut.keys() == {block.name for block in graph.blocks}
+    assert {name: each.degrees for name, each in cut.items() if name.endswith(".0")} == {
+        "vision.0": (2, 4), "layers.0": (2, 3, 4, 6, 12),
+    }  # fmt: skip
+    for name, length, width in (("vision.0", 6, 32), ("layers.0", 10, 48), ("layers.1", 10, 48)):
+        assert (cut[name].forward_exchanges, cut[name].backward_exchanges) == (4, 4)
+        assert cut[name].forward_exchange_bytes == cut[name].backward_exchange_bytes == 4 * 4 * length * width
+        assert (cut[name].flop_share, cut[name].saved_share, cut[name].parameter_bytes) == (1, 1, 0)
+    assert (cut["embedding"].flop_share, cut["embedding"].forward_gathers) == (0, 1)
+    assert cut["embedding"].forward_gather_bytes == cut["embedding"].backward_gather_bytes == 4 * 6 * 48
+    assert (cut["head"].forward_sums, cut["head"].backward_sums) == (2, 0)
+    assert sum(each.forward_gathers for each in cut.values()) == 1
+    half = in_dtype(graph, "bf16").context
+    assert [each.forward_exchange_bytes * 2 for each in half] == [
+        each.forward_exchange_bytes for each in graph.context
+    ]
+    assert build_model("dlrm").graph.context == ()

@@ -22,7 +22,7 @@ import networkx as nx
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.layouts import ordered_units
-from gpp_plugin.ir.analysis import Analysis, block_shardings, why_undivided
+from gpp_plugin.ir.analysis import Analysis, block_shardings, position_axes, why_undivided
 from gpp_plugin.ir.block_graph import (
     GRANULARITIES,
     Block,
@@ -246,6 +246,7 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
+        position_axes=position_axes(analysis.sharding, graph.tensors),
         undivided=why_undivided(
             analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity
         ),

@@ -239,6 +239,7 @@ def assemble(
         saved=tuple(saved) or tuple(tensor for spec in specs for tensor in _own_tensors(spec)),
         sharding=_shardings(specs, edges),
         context=_contexts(specs, edges),
+        position_axes={f"{spec.name}:out": 1 for spec in specs if spec.cut is not None},
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
 

@@ -213,6 +213,7 @@ def test_context_ranks_exchange_heads_and_gather_what_is_read_whole():
     assert cut["embedding"].forward_gather_bytes == cut["embedding"].backward_gather_bytes == 4 * 6 * 48
     assert (cut["head"].forward_sums, cut["head"].backward_sums) == (2, 0)
     assert sum(each.forward_gathers for each in cut.values()) == 1
+    assert graph.position_axes == {f"{name}:out": 1 for name in cut if name != "embedding"}
     half = in_dtype(graph, "bf16").context
     assert [each.forward_exchange_bytes * 2 for each in half] == [
         each.forward_exchange_bytes for each in graph.context

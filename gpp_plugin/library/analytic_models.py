@@ -136,7 +136,7 @@ class Divided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class CutPositions:
     """What context ranks send each other of a block that they compute all of on parts of its positions.
 
     Args:
@@ -172,7 +172,7 @@ class BlockSpec:
     elementwise: int = 0
     launches: int = 4
     divided: Divided | None = None
-    cut: Cut | None = None
+    cut: CutPositions | None = None
     is_checkpointed: bool = False
 
 
@@ -530,7 +530,7 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
             begun_whole=2 * tokens,
             beside=3 * hidden * tokens,
         ),
-        cut=Cut(heads=(heads,), exchanged=(tokens,) * 4),
+        cut=CutPositions(heads=(heads,), exchanged=(tokens,) * 4),
         is_checkpointed=True,
     )
 
@@ -555,7 +555,7 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
             begun_whole=2 * tokens,
             beside=inner * tokens,
         ),
-        cut=Cut(),
+        cut=CutPositions(),
         is_checkpointed=True,
     )
 
@@ -576,12 +576,12 @@ def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
     )
 
 
-def _cut_together(parts: Sequence[Cut | None]) -> Cut | None:
+def _cut_together(parts: Sequence[CutPositions | None]) -> CutPositions | None:
     """Return what is cut of several blocks in a row; None where one of them is whole."""
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return None
-    return Cut(
+    return CutPositions(
         heads=tuple(number for part in known for number in part.heads),
         exchanged=tuple(size for part in known for size in part.exchanged),
         sums=tuple(size for part in known for size in part.sums),
@@ -615,7 +615,7 @@ def linear(name: str, inputs: int, outputs: int, *, rows: int = 1) -> BlockSpec:
         saved=rows * (inputs + outputs),
         elementwise=2 * rows * outputs,
         launches=2,
-        cut=None if rows == 1 else Cut(),
+        cut=None if rows == 1 else CutPositions(),
     )
 
 

@@ -15,7 +15,7 @@ from gpp_plugin.library.analytic_models import (
     FLOAT,
     AnalyticModel,
     BlockSpec,
-    Cut,
+    CutPositions,
     Divided,
     Gemm,
     assemble,
@@ -413,7 +413,7 @@ def _words(
             scattered=() if has_others else (tokens,),
             forward_sums=(tokens,) if has_others else (),
         ),
-        cut=None if has_others else Cut(),
+        cut=None if has_others else CutPositions(),
     )
     # The head is tied to the embedding: its weight is held and reduced there as well.
     # By words: the loss takes each token's largest score, and sums its scores and the label's; the input is gathered.
@@ -427,7 +427,7 @@ def _words(
         beside=tokens * vocabulary,
     )
     head = linear("head", hidden, vocabulary, rows=length)
-    return table, dataclasses.replace(head, divided=by_words, cut=Cut(sums=(1, 1)))
+    return table, dataclasses.replace(head, divided=by_words, cut=CutPositions(sums=(1, 1)))
 
 
 def _tower(name: str, layers: int, length: int, hidden: int, heads: int, granularity: str) -> list[BlockSpec]:

@@ -9,7 +9,7 @@ from functools import cached_property
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.serialize import DERIVED, fingerprint
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.typed_leaves import Share
 
@@ -258,9 +258,9 @@ class BlockGraph:
     more_losses: tuple[str, ...] = ()
     sharding: tuple[BlockSharding, ...] = ()
     undivided: dict[str, str] = field(default_factory=dict)
-    context: tuple[BlockSharding, ...] = ()
-    uncut: dict[str, str] = field(default_factory=dict)
-    position_axes: dict[str, int] = field(default_factory=dict)
+    context: tuple[BlockSharding, ...] = field(default=(), metadata=DERIVED)
+    uncut: dict[str, str] = field(default_factory=dict, metadata=DERIVED)
+    position_axes: dict[str, int] = field(default_factory=dict, metadata=DERIVED)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -142,7 +142,7 @@ class CutPositions:
     Args:
         heads: that a context size must divide.
         exchanged: elements of each tensor that goes from parts of the positions to parts of the heads, or back.
-        sums: elements of each tensor that is summed: of a loss.
+        sums: elements of each tensor that is summed, and whose gradients are: of a loss.
     """
 
     heads: tuple[int, ...] = ()
@@ -348,8 +348,8 @@ def _contexts(specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]]) -> t
                 saved_share=0.0 if own is None else 1.0,
                 forward_sums=len(sums),
                 forward_sum_bytes=sum(sums) * FLOAT,
-                backward_sums=0,
-                backward_sum_bytes=0,
+                backward_sums=len(sums),
+                backward_sum_bytes=sum(sums) * FLOAT,
                 forward_gathers=len(gathered),
                 forward_gather_bytes=sum(gathered) * FLOAT,
                 backward_gathers=len(gathered),

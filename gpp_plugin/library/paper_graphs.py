@@ -427,7 +427,7 @@ def _words(
         beside=tokens * vocabulary,
     )
     head = linear("head", hidden, vocabulary, rows=length)
-    return table, dataclasses.replace(head, divided=by_words, cut=CutPositions(sums=(1, 1)))
+    return table, dataclasses.replace(head, divided=by_words, cut=CutPositions(sums=(4,)))
 
 
 def _tower(name: str, layers: int, length: int, hidden: int, heads: int, granularity: str) -> list[BlockSpec]:

@@ -22,7 +22,14 @@ import networkx as nx
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.layouts import ordered_units
-from gpp_plugin.ir.analysis import Analysis, block_contexts, block_shardings, why_uncut, why_undivided
+from gpp_plugin.ir.analysis import (
+    Analysis,
+    block_contexts,
+    block_shardings,
+    position_axes,
+    why_uncut,
+    why_undivided,
+)
 from gpp_plugin.ir.block_graph import (
     GRANULARITIES,
     Block,
@@ -247,6 +254,7 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
+        position_axes=position_axes(analysis.sharding, graph.tensors),
         context=context,
         uncut=why_uncut(analysis.sharding, [b for b in graph.blocks if b.name not in cut]),
         undivided=why_undivided(

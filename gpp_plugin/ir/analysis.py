@@ -206,6 +206,19 @@ class Sharding:
     uncut: tuple[WholeLinear, ...] = ()
 
 
+def position_axes(sharding: Sharding, tensors: Iterable[str]) -> dict[str, int]:
+    """Return, of those of these tensors that context ranks make in parts of the positions, the axis of these.
+
+    Rows and heads are left out: what context ranks hold so crosses between stages whole.
+    """
+    known = frozenset(tensors)
+    return {
+        part.name: part.result.axis
+        for part in sharding.context
+        if part.name in known and part.result is not None and part.result.kind == POSITIONS
+    }
+
+
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
     """Return the regions whose operators are all among some."""
     known = frozenset(operators)
@@ -636,8 +649,16 @@ def _sharding(
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
-    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
-    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
+    # A storage is saved once, by however many: a region's own results and the inside are in parts, and what is made, or
+    # read, at a rank's positions, in whichever block it is made.
+    saved = {
+        maker: size
+        for node in own
+        for maker, size in node.keeps
+        if maker in parts
+        or maker in sequence
+        or (node.name in sequence and maker in sequence[node.name].operands)
+    }
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     joined = {part.joins for part in own_parts if part.joins}
     summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
@@ -649,7 +670,7 @@ def _sharding(
     gathered = {part.gathered for part in sequence.values() if part.gathered}
     shared = [_bytes(graph, name) for region in regions for name in region.shared if name not in gathered]
     shared += [_bytes(graph, name) for name in dict.fromkeys(n for p in own_parts for n in p.shared)]
-    flops = sum(node.flops for node in own if node.name in operators)
+    flops = sum(node.flops for node in own if node.name in operators or node.name in sequence)
     # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
     trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
     weights = {name for p in trained for name in (p.name, *p.aliases)}

@@ -230,7 +230,13 @@ class ModelSource:
             assert self._planned_with is not None, "rank 0 has planned"
             costs, least, machines = self._planned_with
             fixed = [
-                FixedStage(name=stage.name, blocks=stage.blocks, ranks=stage.ranks, tensor=stage.tensor)
+                FixedStage(
+                    name=stage.name,
+                    blocks=stage.blocks,
+                    ranks=stage.ranks,
+                    tensor=stage.tensor,
+                    context=stage.context,
+                )
                 for stage in plan.stages
             ]
             with with_memory_explained(self._config, machines):
@@ -318,7 +324,7 @@ class ModelSource:
         if self._job.takes_whole_units(whole.name) or self._config.units is not None:
             return plan
         # rank 0 alone cannot run what ranks compute together
-        if any(stage.tensor > 1 for stage in plan.stages):
+        if any(stage.model_parallel > 1 for stage in plan.stages):
             return plan
         part = self._job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"

@@ -39,7 +39,8 @@ class StageDraft:
         name: from the user, or None.
         ranks: from the user or from `share_ranks`, or None: consecutive ranks in stage order.
         extra_in_flight: micro-batches held beyond what Table 2 needs, to hide communication.
-        tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
+        tensor, context: tensor-parallel and context-parallel size; the stage has ``degree`` x ``context`` x ``tensor``
+            ranks.
     """
 
     blocks: tuple[str, ...]
@@ -50,12 +51,29 @@ class StageDraft:
     ranks: tuple[int, ...] | None = None
     extra_in_flight: int = 0
     tensor: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, stage: Stage) -> StageDraft:
         """Return the draft of a plan's stage, on ranks that are still to be chosen."""
-        size, k, tensor = stage.micro_batch_size, stage.k, stage.tensor
-        return cls(blocks=stage.blocks, degree=stage.degree, micro_batch_size=size, k=k, tensor=tensor)
+        return cls(
+            blocks=stage.blocks,
+            degree=stage.degree,
+            micro_batch_size=stage.micro_batch_size,
+            k=stage.k,
+            tensor=stage.tensor,
+            context=stage.context,
+        )
+
+    @property
+    def model_parallel(self) -> int:
+        """Return how many ranks compute the same samples together."""
+        return self.context * self.tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks of its grid."""
+        return self.degree * self.model_parallel
 
 
 def make_drafts(
@@ -114,7 +132,7 @@ def build_plan(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         stages=tuple(stages),
-        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
+        edges=stage_edges(graph, [s.blocks for s in stages], [s.context for s in stages], costs=costs),
         notes=tuple(notes),
         losses=yielding,
         zero_stage=request.zero_stage,
@@ -151,6 +169,7 @@ def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: st
         forward_us=forward,
         backward_us=backward,
         tensor=draft.tensor,
+        context=draft.context,
     )
 
 
@@ -228,8 +247,9 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
                 forward_us=stage.forward_us,
                 backward_us=stage.backward_us,
                 memory_bytes=memory,
-                sharded_bytes=costs.on(stage).sharded_bytes(costs.indices(stage.blocks), stage.degree),
+                sharded_bytes=costs.on(stage).sharded_bytes(costs.indices(stage.blocks), stage.num_replicas),
                 tensor=stage.tensor,
+                context=stage.context,
             )
         )
     return dataclasses.replace(plan, stages=tuple(stages))
@@ -250,36 +270,54 @@ def _raise_for_successors(plan: PipelinePlan, counts: list[int]) -> None:
 
 
 def stage_edges(
-    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
+    graph: BlockGraph,
+    groups: Sequence[Sequence[str]],
+    contexts: Sequence[int] | None = None,
+    *,
+    costs: CostModel | None = None,
 ) -> tuple[StageEdge, ...]:
     """Return the edges between groups of blocks: every tensor once per pair of stages.
 
-    One edge a pair, or, where tensor ranks hold some of its tensors as shards, one for each way they are held.
+    One edge a pair, or, where ranks of the same samples hold some of its tensors in parts, one for each way they are
+    held.
 
     Args:
+        contexts: context-parallel sizes of the stages; None: 1 each.
         costs: of the same graph; remembers edges from call to call.
     """
+    # Of a chain a -> b -> c of context sizes 2, 1, 4 whose tensors have their positions along axis 1, a sends parts
+    # along axis 1 to b, which has the whole (None), and b sends the whole to c, which takes parts of it.
     stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
+    sizes = contexts if contexts is not None and max(contexts, default=1) > 1 else [1] * len(groups)
+    divisible = {each.block: each.degrees for each in graph.context}
     between: dict[tuple[int, int, _Axes], dict[str, None]] = {}
     for edge in graph.edges:
         src, dst = stage_of[edge.src], stage_of[edge.dst]
-        if src != dst:
+        if src == dst:
+            continue
+        for name in edge.tensors:
             axes = (edge.src_shard_axis, edge.dst_shard_axis)
-            between.setdefault((src, dst, axes), {}).update(dict.fromkeys(edge.tensors))
+            axis = graph.position_axes.get(name)
+            if axis is not None:
+                # what a block makes that this size does not divide is whole; a consumer holds all alike
+                is_cut = sizes[src] > 1 and sizes[src] in divisible.get(edge.src, ())
+                axes = (axis if is_cut else None, axis if sizes[dst] > 1 else None)
+            between.setdefault((src, dst, axes), {})[name] = None
     known = costs.edge_cache if costs is not None else {}
     edges = []
     for src, dst, axes in sorted(between, key=lambda k: (k[0], k[1], [-1 if a is None else a for a in k[2]])):
         tensors = tuple(between[src, dst, axes])
         key = src, dst, tensors
-        if key not in known:
+        found = known.get(key)
+        if found is None or (found.src_shard_axis, found.dst_shard_axis) != axes:
             # Stages change their numbers more often than what passes between them changes.
             same = known.get((0, 0, tensors))
             if same is None:
                 same = known[0, 0, tensors] = _edge_of(graph, tensors)
-            known[key] = dataclasses.replace(
+            found = known[key] = dataclasses.replace(
                 same, src=src, dst=dst, src_shard_axis=axes[0], dst_shard_axis=axes[1]
             )
-        edges.append(known[key])
+        edges.append(found)
     return tuple(edges)
 
 
@@ -385,25 +423,26 @@ def assign_ranks(
     Args:
         rank_order: in which ranks are taken; None: by their numbers.
     """
-    # Tensor ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its
-    # groups would begin anywhere, and might lie in two nodes: then those of the largest tensor size take ranks first.
+    # Ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its groups
+    # would begin anywhere, and might lie in two nodes: then those of the largest context x tensor size take ranks
+    # first.
     #
     #     sizes 1x1, 1x4, 1x2 in order     0 | 1 2 3 4 | 5 6      ranks 3 and 4 may be of two nodes of 4
     #     largest first                    6 | 0 1 2 3 | 4 5      groups of powers of two begin at multiples of them
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
-    total = len(taken) + sum(draft.degree * draft.tensor for draft in drafts if draft.ranks is None)
+    total = len(taken) + sum(draft.num_ranks for draft in drafts if draft.ranks is None)
     free = [rank for rank in rank_order or range(total) if rank not in taken]
     open_drafts = [i for i, draft in enumerate(drafts) if draft.ranks is None]
     start, is_aligned = 0, True
     for i in open_drafts:
-        is_aligned = is_aligned and start % drafts[i].tensor == 0
-        start += drafts[i].degree * drafts[i].tensor
+        is_aligned = is_aligned and start % drafts[i].model_parallel == 0
+        start += drafts[i].num_ranks
     if not is_aligned:
-        open_drafts.sort(key=lambda i: -drafts[i].tensor)
+        open_drafts.sort(key=lambda i: -drafts[i].model_parallel)
     found = [draft.ranks or () for draft in drafts]
     start = 0
     for i in open_drafts:
-        size = drafts[i].degree * drafts[i].tensor
+        size = drafts[i].num_ranks
         found[i] = tuple(sorted(free[start : start + size]))
         start += size
     return found

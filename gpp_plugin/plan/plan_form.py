@@ -21,6 +21,7 @@ from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.checks.order_check import check_grid
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.program_sets import joined_windows
@@ -164,10 +165,7 @@ def _check_ranks(plan: PipelinePlan) -> None:
     for stage in plan.stages:
         if not stage.ranks:
             raise PlanError(f"stage {stage.name!r} has no ranks")
-        if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
-            raise PlanError(
-                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks"
-            )
+        check_grid(stage)
         twice = [rank for rank, count in Counter(stage.ranks).items() if count > 1]
         if twice:
             raise PlanError(f"stage {stage.name!r} lists rank {twice[0]} twice; keep one")
@@ -186,12 +184,15 @@ def _check_ranks(plan: PipelinePlan) -> None:
 
 def _check_grids(rank: int, first: Stage, second: Stage) -> None:
     """Collectives inside tasks must come in one order on all ranks of a grid: shared whole, or of single ranks."""
-    is_same = (first.ranks, first.tensor) == (second.ranks, second.tensor)
-    if max(first.tensor, second.tensor) > 1 and not is_same:
+    grids = [(stage.ranks, stage.context, stage.tensor) for stage in (first, second)]
+    if max(first.model_parallel, second.model_parallel) > 1 and grids[0] != grids[1]:
+        texts = [
+            f"{stage.name!r} (context x tensor of {stage.context} x {stage.tensor} on ranks {list(stage.ranks)})"
+            for stage in (first, second)
+        ]
         raise PlanError(
-            f"rank {rank} holds stages {first.name!r} (tensor size {first.tensor} on ranks {list(first.ranks)}) and "
-            f"{second.name!r} ({second.tensor} on {list(second.ranks)}); stages with tensor ranks share a grid whole: "
-            "give both the same ranks and tensor size, or ranks of their own"
+            f"rank {rank} holds stages {texts[0]} and {texts[1]}; stages with context or tensor ranks share a grid "
+            "whole: give both the same ranks and sizes, or ranks of their own"
         )
 
 
@@ -268,18 +269,23 @@ def _check_tensors(plan: PipelinePlan) -> None:
 
 
 def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[TensorSpec]) -> None:
-    """Refuse shards that are not equal, or lie along the samples' axis.
+    """Refuse tensor ranks' shards that are not equal, and parts along no axis or the samples'.
 
     Args:
-        edge: its name; ``stage``: the one that holds ``tensors`` as shards along ``axis``.
+        edge: its name; ``stage``: the one that holds ``tensors`` in parts along ``axis``.
 
     Raises:
         PlanError: it names the tensor.
     """
-    if axis is None or stage.tensor == 1:
+    if axis is None or stage.model_parallel == 1:
         return
     for spec in tensors:
-        if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
+        if stage.context > 1 and not 0 <= axis < len(spec.shape):
+            raise PlanError(
+                f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} in {stage.context} parts "
+                f"along axis {axis}, which it does not have; plan again"
+            )
+        if stage.context == 1 and (not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor):
             raise PlanError(
                 f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape "
                 f"{spec.shape} as {stage.tensor} shards along axis {axis}, which do not divide it; pad it, or "
@@ -288,7 +294,7 @@ def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[Te
         if spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis:
             raise PlanError(
                 f"edge {edge}: axis {axis} of {spec.name!r} holds the samples, which data "
-                "positions share out; shard another axis over tensor ranks"
+                "positions share out; cut another axis for ranks of the same samples"
             )
 
 

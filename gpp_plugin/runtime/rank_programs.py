@@ -199,7 +199,8 @@ def evaluation_plan(
         dataclasses.replace(stage, blocks=tuple(blocks), in_flight=1)
         for stage, blocks in zip(plan.stages, groups, strict=True)
     )
-    return dataclasses.replace(plan, graph=graph.fingerprint, stages=stages, edges=stage_edges(graph, groups))
+    edges = stage_edges(graph, groups, [stage.context for stage in stages])
+    return dataclasses.replace(plan, graph=graph.fingerprint, stages=stages, edges=edges)
 
 
 def match_blocks(
@@ -287,7 +288,7 @@ def _sized(plan: PipelinePlan, mini_batch: int, *, whole: bool) -> PipelinePlan:
     unit = min(plan.loss_unit, mini_batch)
 
     def single(stage: Stage) -> Stage:
-        return dataclasses.replace(stage, ranks=stage.tensor_ranks(0), micro_batch_size=unit)
+        return dataclasses.replace(stage, ranks=stage.model_ranks(0), micro_batch_size=unit)
 
     return dataclasses.replace(
         plan, mini_batch=mini_batch, loss_unit=unit, stages=tuple(single(stage) for stage in plan.stages)

@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, check_divisibility, stage_task_us
+from gpp_plugin.ir.plan import PipelinePlan, stage_task_us
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import (
+    check_divisibility,
     check_gradient_edges,
     check_schedules,
     check_shared_rows,
@@ -111,7 +112,7 @@ def build_task_graph(
 
     Raises:
         ScheduleError: the schedules are incomplete or do not fit the plan's gradients.
-        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of different tensor rows
+        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of different model rows
             share a rank.
     """
     check_shared_rows(plan)
@@ -165,9 +166,9 @@ class _Builder:
         graph = TaskGraph(
             plan=self._plan,
             members={
-                stage.ranks[first]: stage.ranks[first : first + stage.tensor]
+                row[0]: row
                 for stage in self._plan.stages
-                for first in range(0, len(stage.ranks), stage.tensor)
+                for row in map(stage.model_ranks, range(stage.degree))
             },
             groups=tuple(self._groups),
             stage=self._stage,

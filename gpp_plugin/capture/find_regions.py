@@ -35,7 +35,6 @@ from torch import fx
 from gpp_plugin.capture.axis_rules import (
     FLATTENS,
     AxisCut,
-    NeedsLinears,
     NeedsParts,
     NotSharded,
     OperandReads,
@@ -100,6 +99,18 @@ def as_linear(node: fx.Node, parameters: Collection[str]) -> Linear | None:
     return Linear(node, operand, weight, bias if isinstance(bias, fx.Node) else None, columns, rows)
 
 
+MAX_STEPS_BACK = 48
+"""How many operators are looked through for the linear ones that make an operand."""
+
+
+class _NeedsLinears(Exception):
+    """Further linear operators must be cut by columns."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self.nodes = tuple(nodes)
+
+
 class _InTheWay(Exception):
     """An operator that cannot compute on parts."""
 
@@ -113,10 +124,13 @@ class _Trial(OperandReads):
     """One attempt at a region.
 
     Args:
+        begins: linear operators cut by columns, and their parts.
+        linears: all linear operators of the graph.
         called: placeholder -> how parameters, buffers and inputs are known.
         needs_gradient: names of nodes and placeholders whose gradient is needed.
     """
 
+    begins: Mapping[fx.Node, tuple[int, ...]]
     linears: Mapping[fx.Node, Linear]
     called: Mapping[str, str]
     needs_gradient: Collection[str]
@@ -125,7 +139,7 @@ class _Trial(OperandReads):
         """Follow what is cut through all its readers, in the graph's order.
 
         Raises:
-            _InTheWay: an operator cannot compute on parts; `NeedsLinears`, `NeedsParts`: another trial may.
+            _InTheWay: an operator cannot compute on parts; `_NeedsLinears`, `NeedsParts`: another trial may.
         """
         # Nodes in order, from the first that begins the region to the last reader of anything that is cut: what lies
         # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
@@ -144,6 +158,34 @@ class _Trial(OperandReads):
             if node is last:
                 return
             node = node.next
+
+    def note_sliced(self, operand: fx.Node) -> None:
+        """Refuse to read a part of what linear operators make that could begin the region too."""
+        makers = [node for node in self._makers(operand) if node not in self.begins]
+        if makers:
+            raise _NeedsLinears(makers)
+
+    def _makers(self, operand: fx.Node) -> list[fx.Node]:
+        """Return the linear operators that make an operand, by operators that have rules."""
+        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
+        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
+        found, pending, seen = [], [operand], {operand}
+        while pending and len(seen) <= MAX_STEPS_BACK:
+            node = pending.pop()
+            if node in self.linears:
+                found.append(node)
+                continue
+            if node.op != "call_function" or node in self.sums:
+                continue
+            try:
+                is_part(node) or rule_of(node)
+            except NotSharded:
+                continue
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return found if len(seen) <= MAX_STEPS_BACK else []
 
     def _look_at(self, node: fx.Node) -> None:
         linear = self.linears.get(node)
@@ -347,7 +389,7 @@ def find_sequence_parts(
     for node in graph.nodes:
         if node.op != "call_function" or any(node in written_arguments(user) for user in node.users):
             continue
-        reads = OperandReads(begins={}, linears={}, parameters=parameters, cuts=cuts)
+        reads = OperandReads(parameters=parameters, cuts=cuts)
         try:
             if node in joins:
                 cut = AxisCut(1, (shape_of(node)[1],), node)
@@ -504,7 +546,7 @@ def _try(node: fx.Node, make_trial: Callable[..., _Trial]) -> _Trial:
         try:
             trial.run()
             return trial
-        except NeedsLinears as more:
+        except _NeedsLinears as more:
             begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
         except NeedsParts as split:
             # checkpoints have equal parts only (`saved_tensors.cut_shard`)

@@ -41,11 +41,11 @@ from torch import Tensor, fx
 
 from gpp_plugin.capture.axis_rules import FLATTENS, is_part
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.find_regions import sizes_of_part
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart
 from gpp_plugin.ir.block_graph import OpNode
-from gpp_plugin.runtime.shard_graph import sizes_of_part
 from gpp_plugin.runtime.tensor_ranks import (
     EXCHANGED,
     GRADIENT,

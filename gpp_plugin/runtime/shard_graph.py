@@ -35,13 +35,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpp_plugin.capture.axis_rules import argument, flattened, shape_of
+from gpp_plugin.capture.axis_rules import flattened
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.find_regions import as_linear, bias_of
+from gpp_plugin.capture.find_regions import as_linear, bias_of, sizes_of_part
 from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
-from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import SequencePart, ShardedRegion, TensorShard, sequence_in, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.runtime.context_ranks import IN_CONTEXT, STANDS_FOR
@@ -443,60 +442,3 @@ class _Writer:
     def _first_of(self, shard: TensorShard) -> int:
         """Return the first row, or column, that this rank has of what is cut into one part a rank."""
         return shard.rows(self._ranks.position, self._ranks.size)[0][0]
-
-
-# ---- sizes of parts --------------------------------------------------------------------------------
-
-_SIZES_AT = {
-    aten.view.default: 1,
-    aten.reshape.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.expand.default: 1,
-}
-"""Operators that take the sizes of their result, and the position of these among their arguments."""
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
-
-
-def sizes_of_part(node: fx.Node, cut: int, degree: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an operator's arguments with the sizes that a part of its result has.
-
-    Args:
-        cut: the axis of its result that is divided into ``degree``.
-
-    Raises:
-        CaptureError: a size is not what it was when it was found to be divisible.
-    """
-
-    # 4 heads of 8 features on 2 ranks:
-    #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
-    #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
-    # A size that was left open (a length) never lies along the axis that is cut.
-    def own(size: Any) -> Any:
-        if not isinstance(size, int) or (size > 0 and size % degree):
-            raise CaptureError(
-                f"{node.target} ({node.name}) has size {size} where it is cut into {degree}; pad batches to one "
-                "length, or set tensor_parallel to 1"
-            )
-        return size // degree if size > 0 else size
-
-    if node.target in _SIZES_AT:
-        place = _SIZES_AT[node.target]
-        sizes = list(args[place])
-        sizes[cut] = own(sizes[cut])
-        return (*args[:place], sizes, *args[place + 1 :])
-    if node.target is aten.unflatten.int:
-        first = int(args[1]) % (len(shape_of(node)) - len(args[2]) + 1)
-        if 0 <= cut - first < len(args[2]):
-            sizes = list(args[2])
-            sizes[cut - first] = own(sizes[cut - first])
-            return (args[0], args[1], sizes, *args[3:])
-    axis = int(argument(node, 2, "dim", 0)) if node.target in _SPLITS else None
-    if axis is not None and axis % len(shape_of(node.all_input_nodes[0])) == cut:
-        sizes = [own(size) for size in args[1]] if isinstance(args[1], (list, tuple)) else own(args[1])
-        return (args[0], sizes, *args[2:])
-    if node.target is aten.slice.Tensor and int(args[1]) % len(shape_of(node)) == cut:
-        stops = [
-            size // degree if isinstance(size, int) and abs(size) < 1 << 62 else size for size in args[2:4]
-        ]
-        return (*args[:2], *stops, *args[4:])
-    return args

@@ -322,11 +322,12 @@ def choose_backends(
             code, weights = runner.runner_of(index).code_and_weights(batch)
             # a unit's tensors are as they are; others may be described at another number of samples
             samples = None if runner.has_ragged_units else plan.stages[index].local_batch_size
-            has_tensor_ranks = plan.stages[index].tensor > 1
-            if code.function.module is None or has_tensor_ranks:
+            own = plan.stages[index]
+            if code.function.module is None or own.model_parallel > 1:
                 torch_alone = (PlacedGroup(backend=TORCH),)
                 user_module = "a module of yours, run as it is"
-                note = "its tensor ranks compute together" if has_tensor_ranks else user_module
+                kind = "tensor" if own.tensor > 1 else "context"
+                note = f"its {kind} ranks compute together" if own.model_parallel > 1 else user_module
                 return StageBackend(stage=stage, groups=torch_alone, notes=(note,))
 
             def code_of_stage() -> ForwardCode:

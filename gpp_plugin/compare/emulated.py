@@ -187,7 +187,7 @@ def _row(
     # The bubble is the share of all ranks' measured time that is not one of them.
     counts = [plan.num_micro_batches(i) for i in range(len(plan.stages))]
     pairs = zip(counts, plan.stages, strict=True)
-    busy_us = [count * (s.forward_us + s.backward_us) * s.degree for count, s in pairs]
+    busy_us = [count * (s.forward_us + s.backward_us) * len(s.ranks) for count, s in pairs]
     return {
         **row,
         "stages": len(plan.stages),

@@ -279,6 +279,30 @@ class PipelineSurface(nn.Module):
         return self.plan.stages[self.stage_id].tensor
 
     @property
+    def sequence_parallel_size(self) -> int:
+        """Return the context-parallel size of this rank's stage; of several, the first one's."""
+        return self.plan.stages[self.stage_id].context
+
+    @property
+    def seq_dp_world_size(self) -> int:
+        """Return how many ranks hold the same parameters of this rank's stage: data x context."""
+        return self.plan.stages[self.stage_id].num_replicas
+
+    @property
+    def seq_parallel_group(self) -> Any:
+        """Return the process group of this rank's context ranks, which have parts of the positions of one text."""
+        return self.rank_engine.groups.context[self.stage_id]
+
+    @property
+    def seq_data_parallel_group(self) -> Any:
+        """Return the process group of the ranks that hold the same parameters, over which gradients are summed."""
+        return self.rank_engine.groups.data[self.stage_id]
+
+    def get_sequence_parallel_group(self) -> Any:
+        """Return `seq_parallel_group`."""
+        return self.seq_parallel_group
+
+    @property
     def is_pipe_parallel(self) -> bool:
         """Return whether there are several stages."""
         return self.num_stages > 1
@@ -383,7 +407,7 @@ class PipelineSurface(nn.Module):
 
     def get_tensor_parallel_rank(self) -> int:
         """Return this rank's tensor position in its stage's grid; of several stages, in the first one's."""
-        return self.plan.stages[self.stage_id].position(self.global_rank)[1]
+        return self.plan.stages[self.stage_id].tensor_position(self.global_rank)
 
     get_model_parallel_rank = get_tensor_parallel_rank
 

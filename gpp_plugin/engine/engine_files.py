@@ -259,14 +259,14 @@ class PipelineFiles:
     def _joined(self, stage: StageEngine) -> dict[str, Tensor]:
         """Return what a stage's tensor ranks hold in parts, as whole tensors on its first rank; nothing on others.
 
-        Collective over the ranks of its first data position.
+        Collective over the tensor ranks of its first data and context position.
 
         Raises:
             CommTimeout: a rank did not come.
         """
         state: dict[str, Tensor] = {}
         size = stage.stage.tensor
-        if size == 1 or not self._source.is_plain or stage.stage.position(stage.rank)[0] > 0:
+        if size == 1 or not self._source.is_plain or stage.rank not in stage.stage.tensor_ranks(0):
             return state
         group = stage.groups.tensor[stage.stage_index]
         for name, parameter in stage.module.named_parameters():

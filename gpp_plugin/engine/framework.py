@@ -23,10 +23,10 @@ from gpp_plugin.runtime.weight_versions import WeightPlaces
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageReplica:
-    """One rank of a stage's data-parallel group, as the stage's optimizer is made for it.
+    """One of a stage's ranks that hold the same parameters, as the stage's optimizer is made for it.
 
     Args:
-        data_ranks: the global ranks of that group in order; ``rank`` is one of them.
+        data_ranks: the global ranks of these in order, of all data and context positions; ``rank`` is one of them.
         data_group, single_group: process groups of those ranks, and of this rank alone.
         mini_batch: samples of one optimizer step over the whole graph.
         zero_stage: the plan's.

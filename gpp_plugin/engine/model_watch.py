@@ -317,7 +317,7 @@ class ModelWatch:
             )
         if not parameter._backward_hooks:
             return
-        if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.degree > 1):
+        if stage.stage.tensor > 1 or (stage.is_partitioned and stage.stage.num_replicas > 1):
             raise ConfigError(
                 f"{name} has a hook of register_hook, and no rank has its whole gradient: stage {stage.stage.name!r} "
                 f"is on {len(stage.stage.ranks)} ranks that hold parts of it; set zero_optimization.stage to 0 and "

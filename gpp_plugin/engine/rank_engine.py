@@ -102,15 +102,15 @@ class StageEngine:
         self.device = device
         self.stage_index = index
         self.stage = plan.stages[index]
-        self.tensor_position = self.stage.position(rank)[1]
-        data_ranks = tuple(sorted(self.stage.data_ranks(self.tensor_position)))
-        self.position = data_ranks.index(rank)  # in the data-parallel group
+        self.tensor_position = self.stage.tensor_position(rank)
+        replicas = tuple(sorted(self.stage.replicas(self.tensor_position)))
+        self.position = replicas.index(rank)  # among the ranks that hold the same parameters
         self.tied = tuple(tie for tie in tied if index in tie.stages)
         self.counters = counters
         self._step, self._reduce_tied = step, reduce_tied
         replica = StageReplica(
             rank=rank,
-            data_ranks=data_ranks,
+            data_ranks=replicas,
             data_group=groups.data[index],
             single_group=groups.single,
             mini_batch=plan.mini_batch,
@@ -154,7 +154,7 @@ class StageEngine:
             "dtype": getattr(torch, self.config.accumulation_dtype),
             "group": self.groups.data[self.stage_index],
             "position": self.position,
-            "degree": self.stage.degree,
+            "degree": self.stage.num_replicas,
             "communication_dtype": None if payload is None else getattr(torch, payload),
             "bucket_elements": self.config.bucket_elements,
         }
@@ -171,7 +171,7 @@ class StageEngine:
 
     def _make_weights(self, count: GatheredBytes) -> ShardedWeights | None:
         """Return what gathers the stage's parameters, and let go of all but this rank's part; None below ZeRO 3."""
-        if self.config.zero_stage < 3 or self.stage.degree == 1:
+        if self.config.zero_stage < 3 or self.stage.num_replicas == 1:
             return None
         group = self.groups.data[self.stage_index]
         assert isinstance(group, dist.ProcessGroup), "this rank is in its stage's group"
@@ -180,7 +180,7 @@ class StageEngine:
             self.updater.flat_weights(),
             group=group,
             position=self.position,
-            degree=self.stage.degree,
+            degree=self.stage.num_replicas,
             count=count,
         )
         self.updater.publish_to(weights.parts)
@@ -544,7 +544,7 @@ class RankEngine:
             ConfigError: parameters of some rank are gathered for somebody else.
         """
         is_in_parts = any(stage.config.zero_stage >= 3 for stage in self.stages)
-        if self._readers and is_in_parts and any(stage.degree > 1 for stage in self.plan.stages):
+        if self._readers and is_in_parts and any(stage.num_replicas > 1 for stage in self.plan.stages):
             raise ConfigError(
                 "a mini-batch within engine.gathered_parameters(): leave it before the next train_batch() or "
                 "eval_batch()"

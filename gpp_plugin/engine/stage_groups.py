@@ -1,7 +1,8 @@
 """The process groups of a graph of stages, created once, in the same order on every rank.
 
-A stage's ranks are a grid of data positions and tensor positions. Which parameters its tensor ranks share out is passed
-by the attributes that Megatron's layers give them:
+A stage's ranks are a grid of data, context and tensor positions. Those of one tensor position hold the same parameters,
+whether they compute other samples or other positions of the same ones. Which parameters tensor ranks share out is
+passed by the attributes that Megatron's layers give them:
 
 ``tensor_model_parallel``   each tensor rank holds a shard of its own: it counts in the norm on every rank
 ``sequence_parallel``       each tensor rank's gradient is of its part of the sequence: they are summed
@@ -14,6 +15,7 @@ Tests: tests/integrations/test_tensor_parallel.py
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -93,8 +95,10 @@ class StageGroups:
 
     Args:
         world: all ranks of the plan.
-        data: by stage, in the plan's order, the ranks of this rank's tensor position.
-        tensor: by stage, the ranks of this rank's data position; it takes tensors of the host as well.
+        data: by stage, in the plan's order, the ranks of this rank's tensor position: they hold the same parameters.
+        tensor, context: by stage, the tensor ranks and the context ranks that this rank is one of.
+        model: by stage, both together, the ranks that compute the same samples as this one. These three take tensors
+            of the host as well.
         stage: by stage, all its ranks.
         tied: one per set of stages that shares parameters, the ranks of this rank's tensor position in them; all ranks
             of stages of different tensor sizes.
@@ -104,6 +108,8 @@ class StageGroups:
     world: dist.ProcessGroup
     data: tuple[dist.ProcessGroup | int, ...]
     tensor: tuple[dist.ProcessGroup | int, ...]
+    context: tuple[dist.ProcessGroup | int, ...]
+    model: tuple[dist.ProcessGroup | int, ...]
     stage: tuple[dist.ProcessGroup | int, ...]
     tied: dict[tuple[int, ...], dist.ProcessGroup | int]
     single: dist.ProcessGroup
@@ -128,10 +134,11 @@ class StageGroups:
                 it, or a tie names a stage it does not have or joins grids of different tensor sizes.
         """
         # torch makes a group on all ranks of the job or on none: every rank runs these calls in this order, for
-        # every stage, and keeps the groups that it is in. Example, stages 1x1 | 2x2 (ranks 0 | 1 2 / 3 4, a row a
-        # data position), seen from rank 3, data position 1 and tensor position 0 of the second stage:
+        # every stage, and keeps the groups that it is in. Example, a stage of 2 data x 2 context x 2 tensor positions
+        # on ranks 0 to 7, seen from rank 5, which is at (1, 0, 1):
         #
-        #     world {0 1 2 3 4}   single {3}   data: a column {1 3}   tensor: a row {3 4}   stage {1 2 3 4}
+        #     0 1 | 2 3    data {1 3 5 7}   tensor {4 5}   context {5 7}   model {4 5 6 7}   stage {0 .. 7}
+        #     4 5 | 6 7    a row a data position, a field a context position, a column of a field a tensor position
         _check(plan, tied)
         new_group = partial(dist.new_group, timeout=timedelta(seconds=timeout_s), backend=backend)
         world = new_group(list(range(plan.num_ranks)))
@@ -143,21 +150,37 @@ class StageGroups:
             return _own([new_group(list(ranks), backend=backend) for ranks in grids])
 
         data = tuple(
-            make_one_of(stage.data_ranks(position) for position in range(stage.tensor))
-            for stage in plan.stages
+            make_one_of(stage.replicas(position) for position in range(stage.tensor)) for stage in plan.stages
         )
-        # A grid with one column, or one row, needs no third group: groups cost sockets and threads. Tensor ranks also
+        # A grid with one column, or one row, needs no third group: groups cost sockets and threads. What ranks of the
+        # same samples send within tasks has groups apart from that of gradients, which are summed in between. They also
         # send each other numbers of their hosts, those that dropout is seeded by.
         both = "cpu:gloo,cuda:nccl" if (backend or dist.get_backend()) == "nccl" else backend
         tensor = tuple(
-            make_one_of((stage.tensor_ranks(row) for row in range(stage.degree)), backend=both)
+            make_one_of(
+                (stage.tensor_ranks(*row) for row in _rows(stage.degree, stage.context)), backend=both
+            )
             if stage.tensor > 1
             else single
             for stage in plan.stages
         )
+        context = tuple(
+            make_one_of(
+                (stage.context_ranks(*row) for row in _rows(stage.degree, stage.tensor)), backend=both
+            )
+            if stage.context > 1
+            else single
+            for stage in plan.stages
+        )
+        model = tuple(
+            make_one_of((stage.model_ranks(row) for row in range(stage.degree)), backend=both)
+            if stage.tensor > 1 and stage.context > 1
+            else (context if stage.context > 1 else tensor)[index]
+            for index, stage in enumerate(plan.stages)
+        )
         whole = tuple(
             make_one_of([stage.ranks])
-            if stage.tensor > 1 and stage.degree > 1
+            if stage.tensor > 1 and stage.num_replicas > 1
             else (data if stage.tensor == 1 else tensor)[index]
             for index, stage in enumerate(plan.stages)
         )
@@ -165,20 +188,35 @@ class StageGroups:
         # different sizes all ranks hold it whole, and each brings its share (`TiedSums`).
         shared = {
             stages: make_one_of(
-                sorted({rank for stage in stages for rank in plan.stages[stage].data_ranks(position)})
+                sorted({rank for stage in stages for rank in plan.stages[stage].replicas(position)})
                 for position in range(plan.stages[stages[0]].tensor)
             )
             if has_one_size(plan, stages)
             else make_one_of([sorted({rank for stage in stages for rank in plan.stages[stage].ranks})])
             for stages in sorted({tie.holders for tie in tied})
         }
-        return cls(world=world, data=data, tensor=tensor, stage=whole, tied=shared, single=single)
+        return cls(
+            world=world,
+            data=data,
+            tensor=tensor,
+            context=context,
+            model=model,
+            stage=whole,
+            tied=shared,
+            single=single,
+        )
 
     def close(self) -> None:
         """Release the groups that this rank is in; nothing may be under way in them."""
-        groups = (self.world, self.single, *self.data, *self.tensor, *self.stage, *self.tied.values())
+        of_stages = (*self.data, *self.tensor, *self.context, *self.model, *self.stage)
+        groups = (self.world, self.single, *of_stages, *self.tied.values())
         for group in {id(g): g for g in groups if isinstance(g, dist.ProcessGroup)}.values():
             dist.destroy_process_group(group)
+
+
+def _rows(first: int, second: int) -> Iterable[tuple[int, int]]:
+    """Return the positions of a grid, row by row."""
+    return itertools.product(range(first), range(second))
 
 
 def _own(groups: Sequence[dist.ProcessGroup | int]) -> dist.ProcessGroup | int:
@@ -194,10 +232,11 @@ def _check(plan: PipelinePlan, tied: Sequence[TiedParameter]) -> None:
             "start as many processes as the plan has ranks"
         )
     for stage in plan.stages:
-        rows = [stage.tensor_ranks(position) for position in range(stage.degree)]
+        rows = [stage.model_ranks(position) for position in range(stage.degree)]
         if any(list(row) != sorted(row) for row in rows):
+            kind = "context-parallel" if stage.context > 1 else "tensor-parallel"
             raise PlanError(
-                f"stage {stage.name!r}: its tensor-parallel ranks {[list(row) for row in rows]} do not ascend, as "
+                f"stage {stage.name!r}: its {kind} ranks {[list(row) for row in rows]} do not ascend, as "
                 "process groups number them; list each data position's ranks in ascending order"
             )
     for tie in tied:
@@ -257,21 +296,21 @@ def make_replicas_equal(
             continue
         # of several copies on this rank the first is the owner's, if the owner is here, and the others follow it
         first = tie.owner if tie.owner in copies else min(copies)
-        tensor_position = plan.stages[first].position(dist.get_rank())[1]
+        tensor_position = plan.stages[first].tensor_position(dist.get_rank())
         if not has_one_size(plan, tie.holders):
             tensor_position = 0
-        source = plan.stages[tie.owner].data_ranks(tensor_position)[0]
+        source = plan.stages[tie.owner].replicas(tensor_position)[0]
         broadcast_in_place(copies[first], source=source, group=groups.tied[tie.holders])
         for stage in copies.keys() - {first}:
             copies[stage].copy_(copies[first])
 
 
 def _make_stage_equal(module: nn.Module, own: Stage, index: int, groups: StageGroups) -> None:
-    data_position, tensor_position = own.position(dist.get_rank())
+    rank = dist.get_rank()
+    row = own.tensor_ranks(own.position(rank)[0], own.context_position(rank))
     for parameter in module.parameters():
         if own.tensor > 1 and not is_shard(parameter):
-            broadcast_in_place(
-                parameter, source=own.tensor_ranks(data_position)[0], group=groups.tensor[index]
-            )
-        if own.degree > 1:
-            broadcast_in_place(parameter, source=own.data_ranks(tensor_position)[0], group=groups.data[index])
+            broadcast_in_place(parameter, source=row[0], group=groups.tensor[index])
+        if own.num_replicas > 1:
+            source = own.replicas(own.tensor_position(rank))[0]
+            broadcast_in_place(parameter, source=source, group=groups.data[index])

@@ -1,7 +1,7 @@
 """From a stage's gradients to its step: sums over ranks in their order, one norm, one decision, one update.
 
     runtime, per micro-batch      backward; accumulate        (before the last one, where allowed: begin_reduction)
-    runtime, once per mini-batch  reduce_data     over the stage's data-parallel ranks
+    runtime, once per mini-batch  reduce_data     over the stage's ranks that hold the same parameters: data x context
                                   sum_tensor      over its tensor ranks, of what each has of its part of the sequence
                                   reduce_tied     over the stages that hold a parameter together
     step                          norm over a group of ranks -> overflow? -> clip -> optimizer -> learning rates
@@ -79,7 +79,7 @@ class StageUpdate:
         self.hooks: dict[str, list[Mapping[int, Callable[[Tensor], Tensor | None]]]] = {}
         """Users' hooks on trained parameters; each table is the one that their handles remove them from."""
         self._stage = stage
-        self._is_reduced = stage.degree > 1 or bool(updater.layout)
+        self._is_reduced = stage.num_replicas > 1 or bool(updater.layout)
         """Whether `reduce_data` is due: where ranks step their parts of the gradients, even a single one reduces."""
         self._groups = groups
         self._device = device
@@ -94,11 +94,14 @@ class StageUpdate:
         self._has_data = False
 
     def begin_reduction(self) -> None:
-        """Sum over the data-parallel ranks as gradients become final, in the backward that follows."""
+        """Sum over the ranks of the same parameters as gradients become final, in the backward that follows."""
         self.gradients.begin_reduction()
 
     def reduce_data(self) -> None:
-        """Sum over the data-parallel ranks; collective over them."""
+        """Sum over the ranks of the same parameters; collective over them.
+
+        Context ranks have each the summands of their positions, as data-parallel ranks those of their samples.
+        """
         if not self._has_data:
             self.gradients.reduce_data()
         self._has_data = True
@@ -372,7 +375,7 @@ class RankUpdate:
 
         A norm is not finite where any element is not.
 
-        Data-parallel ranks share their parameters out; a tied one is its owner's, and one that the tensor ranks
+        Ranks of the same parameters share them out; a tied one is its owner's, and one that the tensor ranks
         hold alike is the first one's: every element is squared on one rank, and one number a stage is summed.
         """
         # stages 0 2 on this rank of four stages:  [s0, 0, s2, 0]

@@ -238,7 +238,12 @@ class LossReports:
         self._rank = setting.rank
         self._others = [other for other in range(setting.num_ranks) if other != self._root]
         self._group = setting.group
+        # of context ranks, which hold the same parameters, the first one has the losses
         self._stage_group: Any = stages.groups.data[index]
+        if self._has_losses and self._degree > 1 and stage.context > 1:
+            self._stage_group = dist.new_group(
+                list(loss_ranks), backend="gloo", use_local_synchronization=True
+            )
         self._micro_batch_size = stage.micro_batch_size
         self._device = setting.device
         self._due: deque[float] = deque()

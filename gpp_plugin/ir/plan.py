@@ -315,6 +315,16 @@ class Stage:
         # of the same grid: place 1 has ranks 5, 7 and 9, which compute different samples
         return self.ranks[place :: self.model_parallel]
 
+    def num_parts(self, shard_axis: int | None) -> int:
+        """Return in how many parts its ranks hold an edge's tensors: of context ranks the positions, else shards."""
+        sizes = (self.context, self.tensor) if shard_axis is not None else ()
+        return next((size for size in sizes if size > 1), 1)
+
+    def part_at(self, place: int, shard_axis: int | None) -> int:
+        """Return which of these parts the rank at a place of a data position has."""
+        # context 2, tensor 2: places 0 and 1 have part 0 whole, 2 and 3 part 1; tensor 4 alone: place t has shard t
+        return place * self.num_parts(shard_axis) // self.model_parallel
+
     def model_ranks(self, data_position: int) -> tuple[int, ...]:
         """Return the ranks of a data position, which compute the same samples together."""
         size = self.model_parallel
@@ -359,10 +369,11 @@ class StageEdge:
         gradient_tensors: those of both whose gradient flows back.
         bytes_per_sample, bytes_fixed: forward size of the batch and of the whole tensors.
         gradient_bytes_per_sample, gradient_bytes_fixed: the same for the gradients.
-        src_shard_axis, dst_shard_axis: the axis along which the tensor ranks of the producer, or of the
-            consumer, hold equal shards of each tensor (sequence parallelism), shard t at tensor position t;
-            None: each rank holds the whole tensor. Shapes and bytes are of whole tensors. Tensors held in
-            different ways between the same two stages are on edges of their own.
+        src_shard_axis, dst_shard_axis: the axis along which the ranks of a data position of the producer, or of the
+            consumer, hold each tensor in parts. Context ranks hold parts of the positions (`part_range`), the tensor
+            ranks of a context position all the same one. Tensor ranks alone hold equal shards (Megatron's sequence
+            parallelism), shard t at tensor position t. None: each rank holds the whole tensor. Shapes and bytes are
+            of whole tensors. Tensors held in different ways between the same two stages are on edges of their own.
         message_us, gradient_us: what a message takes, and a gradient's, where orders reckon with it; 0: they take
             messages to be free.
     """
@@ -616,16 +627,29 @@ def check_divisibility(plan: PipelinePlan, index: int) -> None:
             f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
             f"mini-batch of {plan.mini_batch}; choose a divisor"
         )
-    if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
-        raise PlanError(
-            f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks; "
-            "give it as many ranks as data x tensor"
-        )
+    check_grid(stage)
     if not stage.ranks or stage.micro_batch_size % stage.degree:
         raise PlanError(
             f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
             f"{stage.micro_batch_size} samples; choose a multiple"
         )
+
+
+def check_grid(stage: Stage) -> None:
+    """Refuse context and tensor sizes that do not divide a stage's ranks.
+
+    Raises:
+        PlanError: names the sizes.
+    """
+    if min(stage.context, stage.tensor) >= 1 and len(stage.ranks) % stage.model_parallel == 0:
+        return
+    sizes = f"a tensor size of {stage.tensor} does"
+    if stage.context != 1:
+        sizes = f"a context size of {stage.context} and a tensor size of {stage.tensor} do"
+    raise PlanError(
+        f"stage {stage.name!r}: {sizes} not divide its {len(stage.ranks)} ranks; give it as many ranks as data x "
+        "context x tensor"
+    )
 
 
 def sinks_first(plan: PipelinePlan) -> list[int]:

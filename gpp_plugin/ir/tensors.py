@@ -167,6 +167,17 @@ def even_ranges(count: int, number: int) -> list[range]:
     return [range(first, behind) for first, behind in zip(ends[:-1], ends[1:], strict=True)]
 
 
+def part_range(length: int, number: int, part: int) -> range:
+    """Return which elements of an axis part ``part`` of ``number`` holds; a part is empty where there are fewer.
+
+    Unlike those of `even_ranges`, parts of two numbers nest: of 2 and 4, parts 0 and 1 of 4 are part 0 of 2.
+
+    >>> [part_range(7, 3, part) for part in range(3)]
+    [range(0, 2), range(2, 4), range(4, 7)]
+    """
+    return range(length * part // number, length * (part + 1) // number)
+
+
 def adam_bytes(dtype: str) -> int:
     """Return what Adam holds of a trained parameter: two fp32 moments, and fp32 weights beside those of half precision.
 

@@ -106,7 +106,7 @@ class CompiledBlocks:
         """Return a plan whose stages say which of their blocks are compiled.
 
         Raises:
-            PlanError: a stage with compiled blocks cuts its forwards or backwards, or is on tensor ranks.
+            PlanError: a stage with compiled blocks cuts its forwards or backwards, or has tensor or context ranks.
         """
         stages = []
         for stage in plan.stages:
@@ -127,6 +127,7 @@ def _check_stage(stage: Stage) -> None:
         ).splits_backward,
         "it swaps, recomputes or slices forwards": stage.memory is not None or stage.num_sliced > 0,
         f"{stage.tensor} tensor ranks share it out": stage.tensor > 1,
+        f"{stage.context} context ranks have parts of its positions": stage.context > 1,
     }
     what = next((reason for reason, holds in reasons.items() if holds), "")
     if what:

@@ -559,7 +559,7 @@ class ModuleHolder:
 
     def _own_parts(self, shards: Mapping[str, TensorShard], stage: Stage) -> dict[str, Tensor]:
         """Return this rank's parts of what a stage's tensor ranks share out."""
-        position = stage.position(self._setting.rank)[1]
+        position = stage.tensor_position(self._setting.rank)
 
         def cut_of(shard: TensorShard) -> Callable[[Tensor], Tensor]:
             return lambda whole: own_part(whole, shard, position, stage.tensor)

@@ -318,7 +318,7 @@ class ModelSource:
         if self._job.takes_whole_units(whole.name) or self._config.units is not None:
             return plan
         # rank 0 alone cannot run what ranks compute together
-        if any(stage.tensor > 1 for stage in plan.stages):
+        if any(stage.model_parallel > 1 for stage in plan.stages):
             return plan
         part = self._job.owns[whole.name]
         assert isinstance(part, CapturedPart), "a plain model is captured"

@@ -77,8 +77,8 @@ def _why_native(plan: PipelinePlan, index: int, edge: StageEdge, specs: Mapping[
         return f"{spec.name} is {spec.dtype}"
     source, target = plan.stages[edge.src], plan.stages[edge.dst]
     for stage in (source, target):
-        if stage.tensor > 1:
-            return f"stage {stage.name} is tensor-parallel"
+        if stage.model_parallel > 1:
+            return f"stage {stage.name} is {'tensor' if stage.context == 1 else 'context'}-parallel"
     if source.degree != target.degree:
         return f"{source.degree} to {target.degree} ranks"
     if source.degree > 1 and source.micro_batch_size != target.micro_batch_size:

@@ -180,7 +180,7 @@ class FixedStage:
 
     Args:
         name: as the user gave it; of a captured part's piece that of the part.
-        ranks: its grid, row by row; ``tensor`` of them a data position.
+        ranks: its grid, row by row; ``context`` x ``tensor`` of them a data position.
         micro_batch_size: None leaves it to the planner.
         is_piece: one of several stages of a captured part, called after what it holds (``tower.0-1``).
     """
@@ -191,11 +191,12 @@ class FixedStage:
     tensor: int = 1
     micro_batch_size: int | None = None
     is_piece: bool = False
+    context: int = 1
 
     @property
     def degree(self) -> int:
         """Return the data-parallel degree."""
-        return len(self.ranks) // self.tensor
+        return len(self.ranks) // (self.context * self.tensor)
 
 
 def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePlan:
@@ -211,7 +212,9 @@ def fixed_plan(stages: Sequence[FixedStage], request: PlanRequest) -> PipelinePl
     groups, degrees = [stage.blocks for stage in stages], [stage.degree for stage in stages]
     candidates = [
         [
-            dataclasses.replace(draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor)
+            dataclasses.replace(
+                draft, name=stage.name, ranks=stage.ranks, tensor=stage.tensor, context=stage.context
+            )
             for draft, stage in zip(drafts, stages, strict=True)
         ]
         for drafts in (make_drafts(rules, groups, degrees, wish) for wish in rules.sizes_to_try)
@@ -296,7 +299,7 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
         )
         requested_size = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
         raise PlanInfeasible(
-            f"stage {stage.name!r} on {stage.degree} x {stage.tensor} ranks has no micro-batch size{requested_size} "
+            f"stage {stage.name!r} on {stage.degree} x {stage.context * stage.tensor} ranks has no micro-batch size{requested_size} "
             f"for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
         )
     raise PlanInfeasible(
@@ -307,7 +310,7 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
 
 LONGEST_NAME = 200
 """Characters of a stage's name."""
-_STAGE_KEYS = {"name", "modules", "ranks", "devices", "micro_batch_size", "k"}
+_STAGE_KEYS = {"name", "modules", "ranks", "devices", "micro_batch_size", "k", "context"}
 
 
 def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
@@ -318,7 +321,8 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             "micro_batch_size": 4}, ..., {"name": "head", "modules": ["*"]}]}``. A module path stands
             for every block under it; the longest path that names a block wins; ``*`` is everything
             that no other stage names. ``ranks`` lists ranks, ``devices`` counts them; where neither
-            is listed the ranks left over are shared out. Stages that list the same ranks share them. A
+            is listed the ranks left over are shared out. Stages that list the same ranks share them.
+            ``context`` of them a data position have parts of the positions of the same samples. A
             stage without a name is called after what it holds. Or the JSON of a saved `PipelinePlan`.
 
     Raises:
@@ -354,6 +358,7 @@ def explicit_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
                 name=_stage_name(stage, draft.blocks, request),
                 ranks=tuple(stage["ranks"]) if "ranks" in stage else None,
                 k=stage.get("k", 1),
+                context=stage.get("context", 1),
             )
             for draft, stage in zip(candidate, stages, strict=True)
         ]
@@ -397,14 +402,15 @@ def _saved_plan(spec: dict[str, Any], request: PlanRequest) -> PipelinePlan:
             raise PlanError(
                 f"plan: stage {stage.name!r} needs {refused[0]}, which this run does not do; plan again without"
             )
-    shared_out = [stage for stage in plan.stages if stage.tensor > 1]
     # a user's modules know their sizes
-    if shared_out and not request.graph.sharding and plan.planner != EXPLICIT:
-        raise PlanError(
-            f"plan: stage {shared_out[0].name!r} has a tensor size of {shared_out[0].tensor} and nothing of model "
-            f"{request.graph.model!r} can be divided among tensor ranks; plan again with "
-            f"{setting_of('tensor_parallel', 1)}"
-        )
+    for stage in plan.stages if plan.planner != EXPLICIT else ():
+        axes = (("tensor", request.graph.sharding), ("context", request.graph.context))
+        for axis, known in axes:
+            if getattr(stage, axis) > 1 and not known:
+                raise PlanError(
+                    f"plan: stage {stage.name!r} has a {axis} size of {getattr(stage, axis)} and nothing of model "
+                    f"{request.graph.model!r} can be divided among {axis} ranks; plan again with a {axis} size of 1"
+                )
     validate_for(plan, request)
     return plan
 
@@ -482,7 +488,7 @@ def _check_stage(i: int, stage: Any, mini_batch: int) -> None:
         raise PlanError(
             f"{where}.name: expected a text of 1 to {LONGEST_NAME} characters, found {show(stage['name'])}"
         )
-    for key in ("devices", "micro_batch_size", "k"):
+    for key in ("devices", "micro_batch_size", "k", "context"):
         if key in stage and (
             isinstance(stage[key], bool) or not isinstance(stage[key], int) or stage[key] < 1
         ):
@@ -499,6 +505,12 @@ def _check_stage(i: int, stage: Any, mini_batch: int) -> None:
     if "ranks" in stage and "devices" in stage and stage["devices"] != len(ranks):
         raise PlanError(
             f"{where}: devices is {stage['devices']} and {len(ranks)} ranks are listed; keep one of them"
+        )
+    context, count = stage.get("context", 1), stage.get("devices", len(stage.get("ranks", ())))
+    if context > 1 and (not count or count % context):
+        found = f"{count} ranks are no multiple of it" if count else "neither ranks nor devices are given"
+        raise PlanError(
+            f"{where}.context: {context}, and {found}; give the stage a multiple of {context} ranks"
         )
 
 
@@ -569,8 +581,8 @@ def _rules_with(request: PlanRequest, stages: list[dict[str, Any]], groups: list
 
 
 def _explicit_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int | None]:
-    degrees = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
-    if all(degree is not None for degree in degrees):
+    counts = [len(stage["ranks"]) if "ranks" in stage else stage.get("devices") for stage in stages]
+    if all(count is not None for count in counts):
         # ranks that are listed may be those of several stages
         listed = {rank for stage in stages for rank in stage.get("ranks", ())}
         counted = sum(stage["devices"] for stage in stages if "ranks" not in stage)
@@ -579,7 +591,7 @@ def _explicit_degrees(stages: list[dict[str, Any]], num_ranks: int) -> list[int 
             raise PlanError(
                 f"plan: its stages use {total} ranks and the run has {num_ranks}; change devices or the run"
             )
-    return degrees
+    return [n if n is None else n // s.get("context", 1) for n, s in zip(counts, stages, strict=True)]
 
 
 def _explain(
@@ -597,7 +609,7 @@ def _explain(
                 else "the degree must divide the micro-batch and that the mini-batch"
             )
             raise PlanInfeasible(
-                f"plan: stage {label!r} on {degree} ranks has no micro-batch size for a mini-batch of "
+                f"plan: stage {label!r} on {degree} data ranks has no micro-batch size for a mini-batch of "
                 f"{rules.mini_batch}: {why}; change its devices or micro_batch_size"
             )
     raise PlanInfeasible(

@@ -39,7 +39,8 @@ class StageDraft:
         name: from the user, or None.
         ranks: from the user or from `share_ranks`, or None: consecutive ranks in stage order.
         extra_in_flight: micro-batches held beyond what Table 2 needs, to hide communication.
-        tensor: tensor-parallel size; the stage has ``degree`` x ``tensor`` ranks.
+        tensor, context: tensor-parallel and context-parallel size; the stage has ``degree`` x ``context`` x ``tensor``
+            ranks.
     """
 
     blocks: tuple[str, ...]
@@ -50,12 +51,29 @@ class StageDraft:
     ranks: tuple[int, ...] | None = None
     extra_in_flight: int = 0
     tensor: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, stage: Stage) -> StageDraft:
         """Return the draft of a plan's stage, on ranks that are still to be chosen."""
-        size, k, tensor = stage.micro_batch_size, stage.k, stage.tensor
-        return cls(blocks=stage.blocks, degree=stage.degree, micro_batch_size=size, k=k, tensor=tensor)
+        return cls(
+            blocks=stage.blocks,
+            degree=stage.degree,
+            micro_batch_size=stage.micro_batch_size,
+            k=stage.k,
+            tensor=stage.tensor,
+            context=stage.context,
+        )
+
+    @property
+    def model_parallel(self) -> int:
+        """Return how many ranks compute the same samples together."""
+        return self.context * self.tensor
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the ranks of its grid."""
+        return self.degree * self.model_parallel
 
 
 def make_drafts(
@@ -151,6 +169,7 @@ def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: st
         forward_us=forward,
         backward_us=backward,
         tensor=draft.tensor,
+        context=draft.context,
     )
 
 
@@ -228,8 +247,9 @@ def with_in_flight(plan: PipelinePlan, costs: CostModel, *, extra: Sequence[int]
                 forward_us=stage.forward_us,
                 backward_us=stage.backward_us,
                 memory_bytes=memory,
-                sharded_bytes=costs.on(stage).sharded_bytes(costs.indices(stage.blocks), stage.degree),
+                sharded_bytes=costs.on(stage).sharded_bytes(costs.indices(stage.blocks), stage.num_replicas),
                 tensor=stage.tensor,
+                context=stage.context,
             )
         )
     return dataclasses.replace(plan, stages=tuple(stages))
@@ -385,25 +405,25 @@ def assign_ranks(
     Args:
         rank_order: in which ranks are taken; None: by their numbers.
     """
-    # Tensor ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its
-    # groups would begin anywhere, and might lie in two nodes: then those of the largest tensor size take ranks first.
+    # Ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its
+    # groups would begin anywhere, and might lie in two nodes: then those of the largest context x tensor size take ranks first.
     #
     #     sizes 1x1, 1x4, 1x2 in order     0 | 1 2 3 4 | 5 6      ranks 3 and 4 may be of two nodes of 4
     #     largest first                    6 | 0 1 2 3 | 4 5      groups of powers of two begin at multiples of them
     taken = {rank for draft in drafts if draft.ranks is not None for rank in draft.ranks}
-    total = len(taken) + sum(draft.degree * draft.tensor for draft in drafts if draft.ranks is None)
+    total = len(taken) + sum(draft.num_ranks for draft in drafts if draft.ranks is None)
     free = [rank for rank in rank_order or range(total) if rank not in taken]
     open_drafts = [i for i, draft in enumerate(drafts) if draft.ranks is None]
     start, is_aligned = 0, True
     for i in open_drafts:
-        is_aligned = is_aligned and start % drafts[i].tensor == 0
-        start += drafts[i].degree * drafts[i].tensor
+        is_aligned = is_aligned and start % drafts[i].model_parallel == 0
+        start += drafts[i].num_ranks
     if not is_aligned:
-        open_drafts.sort(key=lambda i: -drafts[i].tensor)
+        open_drafts.sort(key=lambda i: -drafts[i].model_parallel)
     found = [draft.ranks or () for draft in drafts]
     start = 0
     for i in open_drafts:
-        size = drafts[i].degree * drafts[i].tensor
+        size = drafts[i].num_ranks
         found[i] = tuple(sorted(free[start : start + size]))
         start += size
     return found

@@ -14,7 +14,7 @@ from typing import Any
 
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError, ScheduleError, first_line
-from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key, forward_only_stages
+from gpp_plugin.ir.plan import PipelinePlan, Stage, check_grid, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import check_leaves, from_envelope, load, save
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
@@ -164,10 +164,7 @@ def _check_ranks(plan: PipelinePlan) -> None:
     for stage in plan.stages:
         if not stage.ranks:
             raise PlanError(f"stage {stage.name!r} has no ranks")
-        if stage.tensor < 1 or len(stage.ranks) % stage.tensor:
-            raise PlanError(
-                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide its {len(stage.ranks)} ranks"
-            )
+        check_grid(stage)
         twice = [rank for rank, count in Counter(stage.ranks).items() if count > 1]
         if twice:
             raise PlanError(f"stage {stage.name!r} lists rank {twice[0]} twice; keep one")
@@ -186,12 +183,15 @@ def _check_ranks(plan: PipelinePlan) -> None:
 
 def _check_grids(rank: int, first: Stage, second: Stage) -> None:
     """Collectives inside tasks must come in one order on all ranks of a grid: shared whole, or of single ranks."""
-    is_same = (first.ranks, first.tensor) == (second.ranks, second.tensor)
-    if max(first.tensor, second.tensor) > 1 and not is_same:
+    grids = [(stage.ranks, stage.context, stage.tensor) for stage in (first, second)]
+    if max(first.model_parallel, second.model_parallel) > 1 and grids[0] != grids[1]:
+        texts = [
+            f"{stage.name!r} (context x tensor of {stage.context} x {stage.tensor} on ranks {list(stage.ranks)})"
+            for stage in (first, second)
+        ]
         raise PlanError(
-            f"rank {rank} holds stages {first.name!r} (tensor size {first.tensor} on ranks {list(first.ranks)}) and "
-            f"{second.name!r} ({second.tensor} on {list(second.ranks)}); stages with tensor ranks share a grid whole: "
-            "give both the same ranks and tensor size, or ranks of their own"
+            f"rank {rank} holds stages {texts[0]} and {texts[1]}; stages with context or tensor ranks share a grid "
+            "whole: give both the same ranks and sizes, or ranks of their own"
         )
 
 

@@ -67,7 +67,9 @@ def validate_plan(
         for rank in stage.ranks:
             held.setdefault(rank, []).append((index, need))
             # what of its parameters a rank of a stage holds only while a task runs (ZeRO 3)
-            gathered.setdefault(rank, []).append(whole - whole / stage.degree if zero_stage >= 3 else 0.0)
+            gathered.setdefault(rank, []).append(
+                whole - whole / stage.num_replicas if zero_stage >= 3 else 0.0
+            )
     for rank, needs in held.items():
         twice = sum(gathered[rank]) - max(gathered[rank])  # one stage's parameters are whole at a time
         limits = [limit for limit in (memory_limit_bytes,) if limit is not None]
@@ -237,8 +239,8 @@ def _stage_bytes(
             parameter -= again * tie.parameter_bytes * weights.get(first, 1.0)
             gradients -= again * tie.gradient_bytes * trained.get(first, 1.0)
             states -= again * tie.optimizer_bytes * trained.get(first, 1.0)
-    optimizer = states / (stage.degree if zero_stage >= 1 else 1)
-    gradient = gradients / (stage.degree if zero_stage >= 2 else 1)
+    optimizer = states / (stage.num_replicas if zero_stage >= 1 else 1)
+    gradient = gradients / (stage.num_replicas if zero_stage >= 2 else 1)
     local = stage.local_batch_size
     saved = sum((c.saved_bytes_per_sample * local + c.saved_bytes_fixed) * saved_factor[c.block] for c in own)
     for storage in profile.shared:
@@ -251,7 +253,7 @@ def _stage_bytes(
         saved -= sum(s.bytes - s.held_bytes for s in stage.memory.recomputed)
         transient += stage.memory.working_bytes
     transient += stage.pending * sum(c.pending_bytes_per_sample * local * saved_factor[c.block] for c in own)
-    if zero_stage >= 2 and stage.degree > 1:  # a backward's gradients are whole until they are reduced
+    if zero_stage >= 2 and stage.num_replicas > 1:  # a backward's gradients are whole until they are reduced
         transient += max(gradients - saved, 0.0)
     stashed = (num_versions - 1) * gradients  # older versions of what is trained
     held = parameter + stashed + gradient + optimizer + profile.input_bytes(stage.blocks, stage.degree)

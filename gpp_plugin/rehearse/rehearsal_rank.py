@@ -76,13 +76,13 @@ class EmulatedCompute:
     """A `StageCompute` that waits for each task's duration.
 
     The tensors it returns are the same ones every time and hold zeros: nothing but their shapes and dtypes
-    matters to a message. Tensor ranks begin each task together, as their collectives make them.
+    matters to a message. Ranks of the same samples begin each task together, as their collectives make them.
 
     Args:
         specs: every tensor on the plan's edges.
         gradients: which of them have gradients that this rank receives and sends.
         task_us: microseconds of the stage's tasks.
-        tensor_group: the group of this rank's data position; None for a single rank.
+        model_group: the group of this rank's data position; None for a single rank.
         device: where the tensors lie.
         last_backward: what runs in place of a delay in the backward of micro-batch ``reduces_in``.
     """
@@ -95,7 +95,7 @@ class EmulatedCompute:
         specs: Mapping[str, TensorSpec],
         gradients: BoundaryGradients,
         task_us: TaskMicroseconds,
-        tensor_group: dist.ProcessGroup | None = None,
+        model_group: dist.ProcessGroup | None = None,
         device: torch.device = CPU,
         last_backward: Callable[[float], None] = wait_us,
         reduces_in: int | None = None,
@@ -112,7 +112,7 @@ class EmulatedCompute:
         self.gradient_outputs = gradients.outputs
         self.gradient_inputs = gradients.inputs
         self._task_us = task_us
-        self._tensor_group = tensor_group
+        self._model_group = model_group
         self._collectives = torch.zeros(1, device=device)
         self._last_backward, self._reduces_in = last_backward, reduces_in
         own = plan.stages[stage]
@@ -127,7 +127,7 @@ class EmulatedCompute:
 
         def zeros(name: str, num_samples: int) -> Tensor:
             spec = specs[name]
-            shape = held_shape(spec, num_samples, own, axes[name])
+            shape = held_shape(spec, num_samples, own, rank, axes[name])
             return torch.zeros(shape, dtype=getattr(torch, spec.dtype), device=device)
 
         self._local = own.local_batch_size
@@ -164,8 +164,8 @@ class EmulatedCompute:
 
     def _run(self, kind: TaskKind, micro_batch: int, half: int | None = None) -> None:
         # Before the delay, not after: real tensor ranks synchronise in the first collective of a task.
-        if self._tensor_group is not None:
-            dist.all_reduce(self._collectives, group=self._tensor_group)
+        if self._model_group is not None:
+            dist.all_reduce(self._collectives, group=self._model_group)
         is_last = kind is TaskKind.BACKWARD and micro_batch == self._reduces_in
         (self._last_backward if is_last else wait_us)(self._task_us(kind, half, micro_batch))
 
@@ -305,9 +305,9 @@ class RehearsalRank:
     ) -> None:
         # In this order on every rank, since making a group is a collective of all ranks, members or not:
         #
-        #   data groups, tensor groups   a row of ranks each, stage by stage; stages on the same ranks share them
-        #   transport                    one channel a pair of ranks and direction
-        #   norm groups                  all ranks; in mode async a stage's
+        #   data groups, model groups   a row of ranks each, stage by stage; stages on the same ranks share them
+        #   transport                   one channel a pair of ranks and direction
+        #   norm groups                 all ranks; in mode async a stage's
         #
         # Stages on ranks (0, 1), (2) and (3) have one data group, (0, 1): none is made for a single rank.
         rank = dist.get_rank()
@@ -316,8 +316,8 @@ class RehearsalRank:
         programs = _programs_of(plan, prefetches=prefetches)
         specs = scale_tensors(plan, settings.scale_bytes)
         make_groups = functools.partial(_make_groups, timeout_s=timeout_s, backend=backend)
-        data_groups = make_groups([s.data_ranks(t) for s in plan.stages for t in range(s.tensor)])
-        tensor_groups = make_groups([s.tensor_ranks(d) for s in plan.stages for d in range(s.degree)])
+        data_groups = make_groups([s.replicas(t) for s in plan.stages for t in range(s.tensor)])
+        model_groups = make_groups([s.model_ranks(d) for s in plan.stages for d in range(s.degree)])
         transport = _make_transport(plan, programs.all, specs, device, backend, timeout_s)
         early = set(range(len(plan.stages) if plan.mode == "sync" and not plan.zero_stage else 0))
         for name in programs.programs.keys() & {"whole", "steady", "epilogue"}:
@@ -339,15 +339,14 @@ class RehearsalRank:
 
         def maker(index: int) -> Callable[..., StageExecutor]:
             stage, part = plan.stages[index], program.of_stage(index)
-            data_position, tensor_position = stage.position(rank)
             hooks = EmulatedHooks(
-                data_group=data_groups.get(stage.data_ranks(tensor_position)),
+                data_group=data_groups.get(stage.replicas(stage.tensor_position(rank))),
                 gradient_bytes=stage.gradient_bytes * settings.scale_bytes,
                 bucket_bytes=EARLY_BUCKET_ELEMENTS * each * settings.scale_bytes,
                 world_group=agreeing.get(stage.ranks if steps_alone else everyone) if has_step else None,
                 device=device,
             )
-            tensor_group = tensor_groups.get(stage.tensor_ranks(data_position))
+            model_group = model_groups.get(stage.model_ranks(stage.position(rank)[0]))
             self._step = hooks.step
             return functools.partial(
                 StageExecutor,
@@ -357,7 +356,7 @@ class RehearsalRank:
                     part,
                     specs,
                     durations,
-                    tensor_group,
+                    model_group,
                     device,
                     last_backward=hooks.last_backward,
                     reduces_in=last_backward(part) if index in early else None,
@@ -440,7 +439,7 @@ def _make_compute(
     program: RankProgram,
     specs: Mapping[str, TensorSpec],
     durations: Durations | None,
-    tensor_group: dist.ProcessGroup | None,
+    model_group: dist.ProcessGroup | None,
     device: torch.device,
     **early: Any,
 ) -> EmulatedCompute:
@@ -453,7 +452,7 @@ def _make_compute(
         task_us=lambda kind, half, micro_batch: read(
             Task(stage=program.stage, kind=kind, micro_batch=micro_batch, half=half), program.rank
         ),
-        tensor_group=tensor_group,
+        model_group=model_group,
         device=device,
         **early,
     )

@@ -130,7 +130,7 @@ class StageExecutor:
         self._weights = weights
         self._versions = versions
         self._device = device
-        # Tensor ranks have the same losses and outputs: the first one reports them.
+        # Ranks of the same samples have the same losses and outputs: the first one reports them.
         is_first = self._stage.position(self._rank)[1] == 0
         self._loss = -1 if loss is None or not is_first else compute.outputs.index(loss)
         self._named_outputs = {

@@ -287,7 +287,7 @@ def _sized(plan: PipelinePlan, mini_batch: int, *, whole: bool) -> PipelinePlan:
     unit = min(plan.loss_unit, mini_batch)
 
     def single(stage: Stage) -> Stage:
-        return dataclasses.replace(stage, ranks=stage.tensor_ranks(0), micro_batch_size=unit)
+        return dataclasses.replace(stage, ranks=stage.model_ranks(0), micro_batch_size=unit)
 
     return dataclasses.replace(
         plan, mini_batch=mini_batch, loss_unit=unit, stages=tuple(single(stage) for stage in plan.stages)

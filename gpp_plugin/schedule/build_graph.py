@@ -111,7 +111,7 @@ def build_task_graph(
 
     Raises:
         ScheduleError: the schedules are incomplete or do not fit the plan's gradients.
-        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of different tensor rows
+        PlanError: micro-batches do not divide evenly, an edge names no tensors, or stages of different model rows
             share a rank.
     """
     check_shared_rows(plan)
@@ -165,9 +165,9 @@ class _Builder:
         graph = TaskGraph(
             plan=self._plan,
             members={
-                stage.ranks[first]: stage.ranks[first : first + stage.tensor]
+                row[0]: row
                 for stage in self._plan.stages
-                for first in range(0, len(stage.ranks), stage.tensor)
+                for row in map(stage.model_ranks, range(stage.degree))
             },
             groups=tuple(self._groups),
             stage=self._stage,

@@ -102,7 +102,7 @@ def last_backward(program: RankProgram) -> int | None:
 
 def _may_begin(plan: PipelinePlan, programs: Sequence[RankProgram], stage: int) -> bool:
     """Return whether a stage has something to sum, once, behind a whole backward without collectives."""
-    if plan.stages[stage].degree == 1 or plan.stages[stage].tensor > 1:
+    if plan.stages[stage].num_replicas == 1 or plan.stages[stage].model_parallel > 1:
         return False
     mine = [program.of_stage(stage) for program in programs if stage in program.stages]
     return all(

@@ -261,7 +261,7 @@ def reduce_after_backwards(
     for program in programs:
         for stage in program.stages:
             tasks[stage].add(tuple(task for task in program.tasks if task.stage == stage))
-    wanted = {index for index in stages if plan.stages[index].degree > 1 and len(tasks[index]) == 1}
+    wanted = {index for index in stages if plan.stages[index].num_replicas > 1 and len(tasks[index]) == 1}
     attempts: dict[_Place, int] = defaultdict(int)
     while True:
         changed = tuple(_with_reductions(program, wanted, attempts) for program in programs)

@@ -5,12 +5,12 @@ micro-batch ``a // degree`` on the stage's rank ``a % degree``. A producer's and
 overlap need a message; stages of any two micro-batch sizes and degrees reshard this way. A forward
 that runs in halves cuts the activations there too; gradients are of whole micro-batches always.
 
-``rank`` here is a data position of the stage's grid: a row of tensor ranks, which all have those samples. Which
-of the two rows' ranks send to which, and how much, `tensor_pairs` says: a rank that holds the whole tensor can
-serve anyone, so each receiver has one; of shards it has all that hold something of what it needs.
+``rank`` here is a data position of the stage's grid: context x tensor ranks, which all have those samples. Which
+of the two positions' ranks send to which, and how much, `tensor_pairs` says: a rank that holds the whole tensor can
+serve anyone, so each receiver has one; of parts it has all that hold something of what it needs.
 
-    whole 2 -> whole 3      0>0 1>1 0>2         whole 2 -> shards 2     0>0 1>1, half each
-    whole 3 -> whole 2      0>0 1>1             shards 2 -> whole 1     0>0 1>0, half each
+    whole 2 -> whole 3      0>0 1>1 0>2         whole 2 -> parts 2      0>0 1>1, half each
+    whole 3 -> whole 2      0>0 1>1             parts 2 -> whole 1      0>0 1>0, half each
 
 Source: this project
 Tests: tests/schedule/test_tensor_grids.py, tests/nccl/test_under_way.py
@@ -150,10 +150,10 @@ def gradient_kinds(edge: StageEdge) -> tuple[bool, bool]:
 
 
 class TensorPair(NamedTuple):
-    """Two tensor positions between which a message travels.
+    """Two ranks of a producer's and a consumer's data position between which a message travels.
 
     Args:
-        sender, receiver: the positions in the rows of their stages' grids.
+        sender, receiver: their places among the ranks of the same samples.
         share: of the tensors' bytes.
     """
 
@@ -163,42 +163,43 @@ class TensorPair(NamedTuple):
 
 
 ALONE = (TensorPair(),)
-"""The pairs of an edge between stages without tensor parallelism."""
+"""The pairs of an edge between stages whose ranks all have samples of their own."""
 
 
 def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> tuple[TensorPair, ...]:
-    """Return who sends to whom between the tensor ranks of two data positions of an edge, receivers in order.
+    """Return who sends to whom between the ranks of two data positions of an edge, receivers in order.
 
-    Of ranks that hold the same whole tensor, receiver ``l`` of ``t`` senders has number ``l mod t``: it gets
-    nothing twice, and the senders share the work.
+    Of ``t`` ranks that hold the same, the whole tensor or a part, receiver ``l`` has number ``l mod t``: it gets
+    nothing twice, and the senders share the work. Shares are of an axis that all parts divide. Where they do not, two
+    messages may differ by a position from that, but what a receiver gets in all is as many bytes.
     """
     edge = plan.edges[edge_index]
-    producers, consumers = plan.stages[edge.src].tensor, plan.stages[edge.dst].tensor
-    if producers == consumers == 1:
+    src, dst = plan.stages[edge.src], plan.stages[edge.dst]
+    if src.model_parallel == dst.model_parallel == 1:
         return ALONE
-    ends = [(producers, edge.src_shard_axis), (consumers, edge.dst_shard_axis)]
-    (senders, sent_axis), (receivers, received_axis) = (
+    ends = [(src, edge.src_shard_axis), (dst, edge.dst_shard_axis)]
+    (from_stage, sent_axis), (to_stage, received_axis) = (
         ends if direction is Direction.ACTIVATION else reversed(ends)
     )
-    is_cut = sent_axis is not None and senders > 1
-    is_received_cut = received_axis is not None and receivers > 1
+    sent, received = from_stage.num_parts(sent_axis), to_stage.num_parts(received_axis)
+    copies = from_stage.model_parallel // sent
     pairs = []
-    for receiver in range(receivers):
-        for sender in range(senders) if is_cut else (receiver % senders,):
-            # Shards along two axes cross, so each pair shares 1/senders x 1/receivers; along the same axis they are
-            # ranges of one line of senders x receivers cells: of 2 and 3, receiver 1 has cells 2..3, so one of each.
-            share = (1.0 / senders if is_cut else 1.0) * (1.0 / receivers if is_received_cut else 1.0)
-            if is_cut and is_received_cut and sent_axis == received_axis:
-                first = max(sender * receivers, receiver * senders)
-                end = min((sender + 1) * receivers, (receiver + 1) * senders)
-                share = (end - first) / (senders * receivers)
-            if share > 0.0:
-                pairs.append(TensorPair(sender, receiver, share))
+    for receiver in range(to_stage.model_parallel):
+        wanted = to_stage.part_at(receiver, received_axis)
+        for part in range(sent):
+            # Parts along two axes cross, so each pair shares 1/sent x 1/received; along the same axis they are
+            # ranges of one line of sent x received cells: of 2 and 3, part 1 of 3 has cells 2..3, so one of each.
+            cells = 1
+            if sent_axis == received_axis:
+                cells = min((part + 1) * received, (wanted + 1) * sent) - max(part * received, wanted * sent)
+            if cells > 0:
+                sender = part * copies + receiver % copies
+                pairs.append(TensorPair(sender, receiver, cells / (sent * received)))
     return tuple(pairs)
 
 
 def message_bytes(plan: PipelinePlan, message: Message) -> float:
-    """Return the bytes of a message: of tensors that tensor ranks hold as shards, its share."""
+    """Return the bytes of a message: of tensors that ranks of the same samples hold in parts, its share."""
     edge, direction = plan.edges[message.edge], message.direction
     is_activation = direction is Direction.ACTIVATION
     count = activation_bytes if is_activation else gradient_bytes
@@ -263,7 +264,7 @@ def under_way_bytes(plan: PipelinePlan, programs: Sequence[RankProgram]) -> int:
 def message_of(
     plan: PipelinePlan, edge_index: int, direction: Direction, overlap: Overlap, pair: TensorPair = ALONE[0]
 ) -> Message:
-    """Return the message of one overlap that `edge_overlaps` yields, between two tensor positions.
+    """Return the message of one overlap that `edge_overlaps` yields, between the ranks at two places.
 
     Args:
         overlap: of a gradient, one without slicing.
@@ -291,10 +292,10 @@ def message_of(
     )
 
 
-def _task_of(stage: Stage, part: int, tensor_position: int) -> tuple[int, int]:
-    """Return the micro-batch and the rank that has a part at a tensor position."""
+def _task_of(stage: Stage, part: int, place: int) -> tuple[int, int]:
+    """Return the micro-batch and the rank that has a part of the samples, at a place of its data position."""
     micro_batch, position = divmod(part, stage.degree)
-    return micro_batch, stage.ranks[position * stage.tensor + tensor_position]
+    return micro_batch, stage.model_ranks(position)[place]
 
 
 def messages_read(program: RankProgram) -> dict[Task, list[Message]]:

@@ -61,7 +61,7 @@ from gpp_plugin.schedule.build_graph import (
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.gathers import gather_around_tasks
 from gpp_plugin.schedule.lower import end_mini_batch, lower_graph
-from gpp_plugin.schedule.messages import activation_bytes
+from gpp_plugin.schedule.messages import message_bytes
 from gpp_plugin.schedule.orders.async_1f1b import Windows, windows_of
 from gpp_plugin.schedule.shared_ranks import merge_chains
 from gpp_plugin.schedule.task_graph import TaskGraph
@@ -290,7 +290,7 @@ class RankPrograms:
 
     def _most_of_stage(self) -> float:
         # What is here as the program begins goes with the tasks that read it, while the next mini-batch's comes.
-        edges, carried = self.plan.edges, self.carried("steady")
+        carried = self.carried("steady")
         if not carried:
             return 0.0
         coming = [
@@ -298,10 +298,7 @@ class RankPrograms:
             for m in self.programs["steady"].messages(InstructionKind.RECEIVE)
             if m.samples.first_sample >= self.plan.mini_batch
         ]
-        sizes = {
-            m: activation_bytes(edges[m.edge], m.samples.num_samples, m.has_whole_tensors) / self._senders(m)
-            for m in (*carried, *coming)
-        }
+        sizes = {m: message_bytes(self.plan, m) for m in (*carried, *coming)}
         unread = set(carried)
         held = most = sum(sizes[m] for m in carried)
         for instruction in self.programs["steady"].instructions:
@@ -314,11 +311,6 @@ class RankPrograms:
                 held -= sum(sizes[m] for m in read)
                 unread -= read
         return most
-
-    def _senders(self, message: Message) -> int:
-        """Return among how many senders the bytes of a message's samples are shared out, where they hold shards."""
-        edge = self.plan.edges[message.edge]
-        return self.plan.stages[edge.src].tensor if edge.src_shard_axis is not None else 1
 
 
 def _reader(message: Message, stage: int | None) -> Task:

@@ -32,7 +32,7 @@ from gpp_plugin.ir.step_cost import Reductions
 from gpp_plugin.ir.timeline import EVENT_OF_TASK, Event, EventKind, Timeline
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph, part_durations
-from gpp_plugin.schedule.checks.order_check import OF_STAGE, tensor_rows
+from gpp_plugin.schedule.checks.order_check import OF_STAGE, model_rows
 from gpp_plugin.schedule.event_loop import (
     Durations,
     MessageCosts,
@@ -494,8 +494,8 @@ class _ProgramRun:
         self._in_free: dict[int, float] = defaultdict(float)
         # Who has come to a gather or a reduction (kind, stage) or to the step (kind, -1: all stages), and when.
         self._barriers: dict[tuple[InstructionKind, int], dict[int, float]] = {}
-        # The tensor ranks that run a data position's tasks together; without tensor parallelism just (rank,).
-        self._rows = {rank: (rank,) for rank in self._programs} | tensor_rows(plan)
+        # The ranks that run a data position's tasks together; without context and tensor ranks just (rank,).
+        self._rows = {rank: (rank,) for rank in self._programs} | model_rows(plan)
         self._waiting: dict[tuple[int, ...], list[int]] = {}
         # (time, priority, tie-break, what): a task's end before a message's steps at the same time.
         self._heap: list[tuple[float, int, int, int | Message | _Gather]] = []

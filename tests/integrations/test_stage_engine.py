@@ -59,12 +59,13 @@ def parameters(engine: StageEngine) -> dict[str, Tensor]:
 # ---- precision x ZeRO ------------------------------------------------------------------------------------
 
 
-def train_matrix(cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str, Any]]:
+def train_matrix(cases: list[tuple[int, str]], context: int) -> dict[tuple[int, str], dict[str, Any]]:
     rank = dist.get_rank()
     allow_fp16()
     report = {}
     for zero_stage, precision in cases:
-        engine = toy.make_engine(rank, make_config(zero_stage, precision, gradient_clipping=1.0))
+        config = make_config(zero_stage, precision, gradient_clipping=1.0)
+        engine = toy.make_engine(rank, config, context=context)
         steps, gradients = [], []
         for step in range(4):
             toy.feed(engine, step, MICRO_BATCHES)
@@ -81,11 +82,12 @@ def train_matrix(cases: list[tuple[int, str]]) -> dict[tuple[int, str], dict[str
 
 
 MATRIX = list(itertools.product((0, 1, 2), PRECISIONS))
+CONTEXT_MATRIX = [(0, "fp32"), (1, "bf16+fp32"), (2, "fp32")]
 
 
 @pytest.fixture(scope="module")
 def matrix() -> list[dict[tuple[int, str], dict[str, Any]]]:
-    return run_kept_ranks(train_matrix, toy.NUM_RANKS, MATRIX)
+    return run_kept_ranks(train_matrix, toy.NUM_RANKS, MATRIX, 1)
 
 
 @functools.cache
@@ -148,6 +150,19 @@ def test_zero_changes_no_bit_and_uses_deepspeeds_optimizer(matrix: list[Any]) ->
             assert matrix[0][zero_stage, precision]["optimizer"] == "DeepSpeedZeroOptimizer"
     assert matrix[0][0, "fp32"]["optimizer"] == "AdamW"
     assert matrix[0][0, "bf16"]["optimizer"] == "FP16_UnfusedOptimizer"
+
+
+def test_context_ranks_step_as_data_parallel_ranks_of_the_same_parameters(matrix: list[Any]) -> None:
+    # each brings the summands of its positions, as others those of their samples: the same sums, parts and bits
+    found = run_kept_ranks(train_matrix, toy.NUM_RANKS, CONTEXT_MATRIX, 2)
+    for own, other in zip(found, matrix, strict=True):
+        for case in CONTEXT_MATRIX:
+            assert own[case]["steps"] == other[case]["steps"]
+            assert own[case]["optimizer"] == other[case]["optimizer"]
+            for key in ("parameters", "masters"):
+                assert own[case][key].keys() == other[case][key].keys()
+                for name, value in own[case][key].items():
+                    assert torch.equal(value, other[case][key][name]), (case, name)
 
 
 def train_with_sgd(cases: list[tuple[int, float]]) -> list[dict[str, Tensor]]:

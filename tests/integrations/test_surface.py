@@ -112,7 +112,8 @@ def test_a_missing_name_says_why_or_what_is_near() -> None:
 
 
 ATTRIBUTES = (
-    "world_size", "local_rank", "num_stages", "dp_world_size", "mp_world_size", "is_pipe_parallel",
+    "world_size", "local_rank", "num_stages", "dp_world_size", "mp_world_size", "sequence_parallel_size",
+    "seq_dp_world_size", "is_pipe_parallel",
     "is_data_parallel", "is_model_parallel", "pipeline_parallelism", "micro_batch_size", "micro_batches", "micro_steps",
 )  # fmt: skip
 
@@ -208,6 +209,7 @@ def test_an_engine_answers_for_its_rank(tmp_path: Path) -> None:
         assert answer["applied"] == [False, True] and answer["training"]
         assert answer["attributes"] == {
             "world_size": 2, "local_rank": rank, "num_stages": 1, "dp_world_size": 2, "mp_world_size": 1,
+            "sequence_parallel_size": 1, "seq_dp_world_size": 2,
             "is_pipe_parallel": False, "is_data_parallel": True, "is_model_parallel": False,
             "pipeline_parallelism": True, "micro_batch_size": 2, "micro_batches": 4, "micro_steps": 4,
         }  # fmt: skip

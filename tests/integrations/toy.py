@@ -38,8 +38,11 @@ TIE = TiedParameter(name="embed.weight", stages=(0, 2), owner=0)
 NUM_RANKS = 4
 
 
-def make_plan(mini_batch: int = 8) -> PipelinePlan:
-    """Return the plan of the toy."""
+def make_plan(mini_batch: int = 8, context: int = 1) -> PipelinePlan:
+    """Return the plan of the toy; ``context``: the ranks of its front that compute the same samples."""
+    front = Stage(
+        name="front", blocks=("front",), ranks=(0, 1), micro_batch_size=4, in_flight=2, context=context
+    )
     return PipelinePlan(
         model="toy",
         graph="0" * 16,
@@ -47,7 +50,7 @@ def make_plan(mini_batch: int = 8) -> PipelinePlan:
         mini_batch=mini_batch,
         loss_unit=1,
         stages=(
-            Stage(name="front", blocks=("front",), ranks=(0, 1), micro_batch_size=4, in_flight=2),
+            front,
             Stage(name="middle", blocks=("middle",), ranks=(2,), micro_batch_size=2, in_flight=1),
             Stage(name="loss", blocks=("head",), ranks=(3,), micro_batch_size=8, in_flight=1),
         ),
@@ -98,10 +101,10 @@ def whole_gradient(name: str, step: int, num_micro_batches: int) -> Tensor:
 
 
 def make_engine(
-    rank: int, config: dict[str, Any], *, module: nn.Module | None = None, **options: Any
+    rank: int, config: dict[str, Any], *, module: nn.Module | None = None, context: int = 1, **options: Any
 ) -> StageEngine:
     """Return this rank's engine of the toy; ``module``: of its stage, where it is not as usual."""
-    plan = make_plan(config.get("train_batch_size", 8))
+    plan = make_plan(config.get("train_batch_size", 8), context)
     groups = StageGroups.create(plan, (TIE,), timeout_s=60)
     module = module or make_stage(plan.stage_of_rank(rank))
     return engine_of(module, config, plan=plan, rank=rank, groups=groups, tied=(TIE,), **options)

@@ -363,7 +363,7 @@ FAULTS = (
     Fault("runtime.messages.sockets:opening_order", "opening_rounds(channels)", "(opening_rounds(channels)[::-1] if __import__('torch').distributed.get_rank() % 2 else opening_rounds(channels))", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.bind_receive", "group = self._groups[message.channel]", "self._groups[message.channel] = group = self._groups.get(message.channel[::-1], self._groups[message.channel])", job="wide"),
     Fault(f"{_NCCL}:NcclTransport.open", "opening_order(set(channels) - self._opened)", "opening_order(c for c in channels if torch.distributed.get_rank() in c)", job="wide"),
-    Fault("engine.stage_groups:StageGroups.create", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor))", "make_one_of(stage.data_ranks(position) for position in range(stage.tensor) if dist.get_rank() in stage.ranks) if dist.get_rank() in stage.ranks else 0", job="ZeRO 0"),
+    Fault("engine.stage_groups:StageGroups.create", "make_one_of(stage.replicas(position) for position in range(stage.tensor))", "make_one_of(stage.replicas(position) for position in range(stage.tensor) if dist.get_rank() in stage.ranks) if dist.get_rank() in stage.ranks else 0", job="ZeRO 0"),
     Fault("engine.stage_groups:StageGroups.create", "backend=backend", 'backend="gloo"', job="bound"),
     Fault("engine.stage_groups:StageGroups.create", "single = new_group([dist.get_rank()], use_local_synchronization=True)", "single = dist.get_rank() and new_group([dist.get_rank()], use_local_synchronization=True)", job="bound"),
     Fault("engine.stage_step:StepTogether.step", "result = self._update.run()", "result = self._update.run(); torch.distributed.get_rank() and torch.distributed.barrier()", job="ZeRO 0"),

@@ -328,7 +328,7 @@ def test_overlapping_ranks_are_a_plan():
 def test_unlike_tensor_grids_are_not(placed, tensor):
     plan, request = plan_of(*placed, tensor=tensor)
     with pytest.raises(
-        PlanError, match=r"rank \d holds stages 'layers.0' \(tensor size .* share a grid whole: give"
+        PlanError, match=r"rank \d holds stages 'layers.0' \(context x tensor of .* share a grid whole: give"
     ):
         validate_plan(plan, request.graph)
 

@@ -369,7 +369,7 @@ def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told()
     program = lower_schedules(plan, build_schedules(plan))[0]
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
     with pytest.raises(
-        RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan each tensor rank holds 6 elements"
+        RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan the rank holds 6 elements"
     ):
         run_rank(plan, [None, None], program, specs_of(plan), queues, data)
 
@@ -378,5 +378,5 @@ def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told()
 def test_shards_along_the_samples_or_no_axis_are_refused(axis):
     plan = sharded_pair(axis)
     program = lower_schedules(plan, build_schedules(plan))[0]
-    with pytest.raises(PlanError, match=rf"'s0' holds 't0' of shape .* as 2 equal shards along axis {axis}"):
+    with pytest.raises(PlanError, match=rf"'s0' holds 't0' of shape .* in 2 equal parts along axis {axis}"):
         run_rank(plan, [1, None], program, specs_of(plan), {}, torch.zeros(MINI_BATCH, SIDE, SIDE))

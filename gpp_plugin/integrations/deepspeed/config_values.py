@@ -415,7 +415,8 @@ def derive_stage_config(
         ConfigError: a key requests what a graph of stages cannot do.
     """
     # What is left out of `derived` a stage's engine does not see: batch sizes are replaced by ones that multiply out
-    # (B = B/d * d * 1), clipping, scheduler, monitors and timers are the graph's.
+    # (B = B/d * d * 1; rounded up, as context ranks share samples), clipping, scheduler, monitors and timers are the
+    # graph's.
     config = read_deepspeed(config).config
     if zero_stage is not None:
         config = {
@@ -427,8 +428,9 @@ def derive_stage_config(
     dtype = "float16" if half else "bfloat16" if brain.get("enabled", False) else "float32"
     notes: list[str] = []
     derived = {key: copy.deepcopy(config[key]) for key in PASSED_KEYS if config.get(key) is not None}
-    derived["train_batch_size"] = mini_batch
-    derived["train_micro_batch_size_per_gpu"] = mini_batch // degree
+    local = -(-mini_batch // degree)
+    derived["train_batch_size"] = local * degree
+    derived["train_micro_batch_size_per_gpu"] = local
     derived["gradient_accumulation_steps"] = 1
     derived["gradient_clipping"] = 0.0  # the norm is the graph's; a stage sees its part only
     derived["steps_per_print"] = None

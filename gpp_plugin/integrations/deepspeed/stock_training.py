@@ -186,6 +186,11 @@ def check_stock_plan(plan: PipelinePlan, setting: Setting) -> None:
             "rank; remove graph_pipeline.plan or choose another planner"
         )
     for index, stage in enumerate(plan.stages):
+        if stage.model_parallel > 1:
+            raise PlanError(
+                f"{STOCK}: stage {stage.name} has {stage.model_parallel} tensor or context ranks a sample; DeepSpeed's "
+                "pipeline has none; remove graph_pipeline.plan or choose another planner"
+            )
         ranks = tuple(range(index * degree, (index + 1) * degree))
         if stage.ranks != ranks or stage.micro_batch_size != plan.loss_unit * degree:
             raise PlanError(

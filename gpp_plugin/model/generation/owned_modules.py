@@ -53,7 +53,7 @@ def replicas_of(plan: PipelinePlan) -> tuple[tuple[int, ...], ...]:
     Stages of two ranks each make two replicas: ranks ``0 1 | 2 3`` become ``(0, 2)`` and ``(1, 3)``. Of stages with
     two and one ranks there is one replica, and a rank is idle. Where stages share ranks so that two replicas would
     overlap, or be of different ranks, there is one replica. Tensor ranks have their stage's weights whole meanwhile,
-    and are like data-parallel ones.
+    context ranks always, and both are like data-parallel ones.
     """
     # A rank in two replicas would have to run two generations at once. Ranks at one position of all replicas
     # must hold the same stages, for they share these stages' caches where caches are cut.

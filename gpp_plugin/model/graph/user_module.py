@@ -233,7 +233,7 @@ def save_stages(
     Raises:
         CheckpointError: a rank could not write; on every rank.
     """
-    # Data positions hold copies, so position 0 writes; tensor ranks hold shards, so each of its ranks writes its own.
+    # Data and context positions hold copies, so the first one writes; tensor ranks hold shards, so each writes its own.
     # A stage "language" on ranks 2 to 5 with tensor=2:
     #
     #     rank 2, (data 0, tensor 0)   language-tensor-0.safetensors      rank 4, (1, 0)   nothing
@@ -245,10 +245,9 @@ def save_stages(
     def write() -> None:
         for index, (name, state) in states.items():
             stage = plan.stages[index]
-            data, tensor = stage.position(rank)
-            if data:
+            if rank not in stage.tensor_ranks(0):
                 continue
-            suffix = "" if stage.tensor == 1 else f"-tensor-{tensor}"
+            suffix = "" if stage.tensor == 1 else f"-tensor-{stage.tensor_position(rank)}"
             own = {
                 key.removeprefix(f"{name}."): value.detach().cpu().contiguous().clone()
                 for key, value in state.items()

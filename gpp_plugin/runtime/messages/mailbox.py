@@ -198,7 +198,7 @@ def pack_entry(entry: MessageEntry, made: Mapping[int, Sequence[Tensor]]) -> Ten
     for cut in payload.cuts:
         if tensor.shape[cut.axis] != cut.size:
             raise RuntimeFailure(
-                f"{payload.name} is {tuple(tensor.shape)}; by the plan each tensor rank holds {cut.size} elements "
+                f"{payload.name} is {tuple(tensor.shape)}; by the plan the rank holds {cut.size} elements "
                 f"of it along axis {cut.axis}"
             )
         tensor = tensor.narrow(cut.axis, cut.first, cut.count)
@@ -524,7 +524,9 @@ class Mailbox:
         # It is in this program's numbers: where a mini-batch ended in between, it was renumbered before.
         self.shift = carry.shift
         for number, message in enumerate(self._carried):
-            self.inbox[number], self._receives[number] = carry.received.pop(message)
+            # nothing travels, and nobody reads it, where a rank's part is empty
+            nothing: tuple[list[Tensor], Pending] = ([], _TAKEN)
+            self.inbox[number], self._receives[number] = carry.received.pop(message, nothing)
             if not message.is_local_transfer:
                 self._read_bytes -= self._sizes[number]
         self._posted = self._num_carried
@@ -539,8 +541,8 @@ class Mailbox:
     def hand_over(self, carry: Carry) -> None:
         """Leave what was received for later programs, and what has not been sent yet."""
         is_read = {number for reads in self._routes.reads.values() for number in reads.waits}
-        for number, (message, _) in enumerate(self._routes.receives):
-            if number not in is_read:
+        for number, (message, payloads) in enumerate(self._routes.receives):
+            if payloads and number not in is_read:
                 carry.received[message] = self.inbox[number], self._receives[number]
         carry.sends.extend(self._sends)
         carry.sent_bytes.extend(self._sent_bytes)

@@ -1,18 +1,18 @@
 """What each message holds, and where the rows of every task's tensors come from and go to; all resolved once.
 
 A `Payload` is one tensor of one message as one end sees it. The sender cuts its rows out of the task's
-tensor; the receiver puts the pieces of one tensor together in the order of their samples. Where tensor ranks
-hold shards, both do so along the shards' axes as well: a message holds what is in its sender's and in its
-receiver's shard.
+tensor; the receiver puts the pieces of one tensor together in the order of their samples. Where context ranks
+hold parts of the positions, or tensor ranks shards, both do so along that axis as well: a message holds what is in
+its sender's and in its receiver's part. Nothing travels for parts that are empty, or have nothing in common.
 
 Messages become numbers, tasks whose tensors are sent become slots, names become positions: the executor looks
 nothing up. A forward in two halves reads its rows out of messages that may hold both, and a message may
 be sent out of both; everything else is a special case of that. Pieces of one tensor are joined along its rows, or,
-where they are parts of shards as well, each is put in its place.
+where they are of several parts as well, each is put in its place.
 
-At another length of the batch messages have other shapes, and all the rest stays: which rows of which message make up
-what, who waits for it, and who releases it. So a program's routes are resolved once, and later ones take everything
-but shapes from them (`_Resolver.resolve_as`):
+At another length of the batch messages have other shapes, and parts begin elsewhere; all the rest stays: which rows of
+which message make up what, who waits for it, and who releases it. So a program's routes are resolved once, and later
+ones take everything but these from them (`_Resolver.resolve_as`):
 
     payload of [4, 9, 64], rows 0..3     ->      payload of [4, 13, 64], rows 0..3
 
@@ -33,7 +33,7 @@ from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.program import Direction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import Task, TaskKind
-from gpp_plugin.ir.tensors import LayoutKind, SampleRange, TensorSpec
+from gpp_plugin.ir.tensors import LayoutKind, SampleRange, TensorSpec, part_range
 from gpp_plugin.runtime.compute import StageCompute
 
 BoundarySpecs = Mapping[str, TensorSpec] | Sequence[Mapping[str, TensorSpec]]
@@ -149,16 +149,17 @@ def payloads_of(
     return tuple(payloads)
 
 
-def held_shape(spec: TensorSpec, num_samples: int, stage: Stage, shard_axis: int | None) -> tuple[int, ...]:
-    """Return the shape of a tensor as a rank of ``stage`` has it for that many samples: its shard, or all.
+def held_shape(
+    spec: TensorSpec, num_samples: int, stage: Stage, rank: int, shard_axis: int | None
+) -> tuple[int, ...]:
+    """Return the shape of a tensor as ``rank`` of ``stage`` has it for that many samples: its part, or all.
 
     Raises:
-        PlanError: the tensor cannot be cut into equal shards.
+        PlanError: the tensor cannot be cut so.
     """
     shape = list(spec.shape_for(num_samples))
-    if shard_axis is not None and stage.tensor > 1:
-        held = _shard(spec, stage, shard_axis, 0)
-        shape[shard_axis] = len(held)
+    if shard_axis is not None and stage.model_parallel > 1:
+        shape[shard_axis] = len(_part(spec, stage, shard_axis, rank))
     return tuple(shape)
 
 
@@ -166,17 +167,15 @@ def _cuts(
     message: Message, edge: StageEdge, plan: PipelinePlan, spec: TensorSpec, *, is_producer: bool
 ) -> tuple[ShardCut, ...]:
     """Return the part of each shard axis that a message holds, within the tensor of one end."""
-    # A tensor of 12 along the axis, held as 2 shards by the producer and 3 by the consumer; what producer 0 (0..5)
-    # and consumer 1 (4..7) share is 4..5. The sender cuts its shard at (first 4, count 2, size 6), the receiver puts
+    # A tensor of 12 along the axis, held in 2 parts by the producer and 3 by the consumer; what producer 0 (0..5)
+    # and consumer 1 (4..7) share is 4..5. The sender cuts its part at (first 4, count 2, size 6), the receiver puts
     # it into its own at (first 0, count 2, size 4). Along an axis that only one end has cut, the other one holds all
-    # of it.
+    # of it. Of 3 along the axis, producer 0 has 0..0 and consumer 1 has 1..1: a count of 0, so nothing travels.
     is_forward = message.direction is Direction.ACTIVATION
     ranks = (message.src_rank, message.dst_rank) if is_forward else (message.dst_rank, message.src_rank)
     stages = plan.stages[edge.src], plan.stages[edge.dst]
     held = [
-        {}
-        if axis is None or stage.tensor == 1
-        else {axis: _shard(spec, stage, axis, stage.position(rank)[1])}
+        {} if axis is None or stage.model_parallel == 1 else {axis: _part(spec, stage, axis, rank)}
         for stage, rank, axis in zip(stages, ranks, (edge.src_shard_axis, edge.dst_shard_axis), strict=True)
     ]
     cuts = []
@@ -190,16 +189,18 @@ def _cuts(
     return tuple(cuts)
 
 
-def _shard(spec: TensorSpec, stage: Stage, axis: int, position: int) -> range:
-    """Return the elements along ``axis`` that tensor position ``position`` of ``stage`` holds."""
+def _part(spec: TensorSpec, stage: Stage, axis: int, rank: int) -> range:
+    """Return the elements along ``axis`` that ``rank`` of ``stage`` holds: positions as even as can be, or a shard."""
     is_samples = spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis
-    if not 0 <= axis < len(spec.shape) or is_samples or spec.shape[axis] % stage.tensor:
+    number = stage.num_parts(axis)
+    is_uneven = stage.context == 1 and 0 <= axis < len(spec.shape) and spec.shape[axis] % number > 0
+    if not 0 <= axis < len(spec.shape) or is_samples or is_uneven:
+        how, fix = ("", "") if stage.context > 1 else ("equal ", "its tensor size divides and that ")
         raise PlanError(
-            f"stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} as {stage.tensor} equal shards along axis "
-            f"{axis}, which cannot be; choose an axis that its tensor size divides and that is not the samples'"
+            f"stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} in {number} {how}parts along axis {axis}, "
+            f"which cannot be; choose an axis that {fix}is not the samples'"
         )
-    size = spec.shape[axis] // stage.tensor
-    return range(position * size, (position + 1) * size)
+    return part_range(spec.shape[axis], number, stage.part_at(stage.position(rank)[1], axis))
 
 
 # ---- routes ----------------------------------------------------------------------------------------------------
@@ -238,6 +239,11 @@ class Reading:
     axis: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+    @property
+    def is_made(self) -> bool:
+        """Return whether a tensor is made, for pieces or without any, and not just a piece or pieces joined."""
+        return not self.groups or any(piece.place for group in self.groups for piece in group)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,7 +331,7 @@ class _Resolver:
         carried: Sequence[Message],
         next_specs: BoundarySpecs,
     ) -> None:
-        # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's tensor ranks hold shards of
+        # ``shard_axes``: (is it read here, tensor) -> the axis along which this stage's ranks hold parts of
         # it. ``makers``: (is it a forward, micro-batch) -> the tasks that make what is sent of it; two where it runs
         # in halves.
         self._program = program
@@ -396,10 +402,17 @@ class _Resolver:
         )
 
     def _reads_as(self, task: Task, known: TaskReads) -> TaskReads:
-        if all(reading.groups for reading in known.tensors):
+        if not any(reading.is_made for reading in known.tensors):
             return known
-        tensors = tuple(r if r.groups else self._reading(task, r.name, (), {}) for r in known.tensors)
+        tensors = tuple(self._reading_as(task, r) if r.is_made else r for r in known.tensors)
         return TaskReads(waits=known.waits, tensors=tensors)
+
+    def _reading_as(self, task: Task, known: Reading) -> Reading:
+        groups = tuple(
+            tuple(replace(p, place=self._place(task, known.name, p)) if p.place else p for p in group)
+            for group in known.groups
+        )
+        return replace(known, groups=groups, shape=self._held_shape(task, known.name))
 
     def _names(self) -> tuple[tuple[str, ...], ...]:
         of = self._boundary
@@ -541,22 +554,26 @@ class _Resolver:
         return [self._placed(task, name, by_source[source]) for source in order]
 
     def _placed(self, task: Task, name: str, pieces: Sequence[Piece]) -> list[Piece]:
-        """Return the pieces with their places, if they are different parts of shards and no join by rows will do."""
-        payloads = [self._receives[piece.number][1][piece.position] for piece in pieces]
-        if len({payload.cuts for payload in payloads}) == 1:
+        """Return the pieces with their places, if they are of different parts and no join by rows will do."""
+        if len({self._receives[piece.number][1][piece.position].cuts for piece in pieces}) == 1:
             return list(pieces)
-        placed = []
-        for piece, payload in zip(pieces, payloads, strict=True):
-            rows = payload.num_rows if piece.num_rows < 0 else piece.num_rows
-            start, end = self._rows(task, name)
-            first = payload.first_row + piece.first_row - start
-            own = (
-                ()
-                if payload.axis < 0
-                else (ShardCut(axis=payload.axis, first=first, count=rows, size=end - start),)
-            )
-            placed.append(replace(piece, place=(*own, *payload.cuts)))
-        return placed
+        return [replace(piece, place=self._place(task, name, piece)) for piece in pieces]
+
+    def _place(self, task: Task, name: str, piece: Piece) -> tuple[ShardCut, ...]:
+        """Return where a piece lies in the tensor that a task reads."""
+        payload = self._receives[piece.number][1][piece.position]
+        if payload.axis < 0:
+            return payload.cuts
+        rows = payload.num_rows if piece.num_rows < 0 else piece.num_rows
+        start, end = self._rows(task, name)
+        first = payload.first_row + piece.first_row - start
+        return (ShardCut(axis=payload.axis, first=first, count=rows, size=end - start), *payload.cuts)
+
+    def _held_shape(self, task: Task, name: str) -> tuple[int, ...]:
+        """Return the shape of what a task reads of a tensor, as this rank holds it."""
+        samples = self._local if task.half is None else self._local // 2
+        shard_axis = self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
+        return held_shape(self._spec(task, name), samples, self._stage, self._program.rank, shard_axis)
 
     def _rows_of_half(self, task: Task, name: str, arrived: Sequence[tuple[int, int]]) -> list[Piece]:
         start, end = self._rows(task, name)
@@ -585,26 +602,25 @@ class _Resolver:
         last_reader: Mapping[tuple[int, int], Task],
     ) -> Reading:
         spec = self._spec(task, name)
-        samples = self._local if task.half is None else self._local // 2
-        is_made = not groups or any(piece.place for group in groups for piece in group)
-        shard_axis = self._shard_axes.get((task.kind is TaskKind.FORWARD, name))
-        return Reading(
+        reading = Reading(
             name=name,
             groups=tuple(
                 tuple(replace(p, is_last=last_reader[p.number, p.position] == task) for p in group)
                 for group in groups
             ),
             axis=spec.layout.axis if spec.layout.kind is LayoutKind.BATCH else -1,
-            shape=held_shape(spec, samples, self._stage, shard_axis) if is_made else (),
+            shape=(),
             dtype=getattr(torch, spec.dtype),
         )
+        return replace(reading, shape=self._held_shape(task, name)) if reading.is_made else reading
 
 
 def _differ_in_shapes_only(new: Sequence[Payload], old: Sequence[Payload]) -> bool:
-    """Return whether the tensors of a message are those of another one, whole and with as many rows."""
+    """Return whether the tensors of a message are those of another one, with as many rows."""
+    # parts may begin elsewhere and be longer, but none has become empty, or ceased to be
     return len(new) == len(old) and all(
-        (a.name, a.slot, a.axis, a.first_row, a.num_rows, a.dtype, a.cuts)
-        == (b.name, b.slot, b.axis, b.first_row, b.num_rows, b.dtype, ())
+        (a.name, a.slot, a.axis, a.first_row, a.num_rows, a.dtype, len(a.cuts))
+        == (b.name, b.slot, b.axis, b.first_row, b.num_rows, b.dtype, len(b.cuts))
         for a, b in zip(new, old, strict=True)
     )
 

@@ -1,4 +1,4 @@
-"""Refuses task orders that are not whole (missing, repeated or held too long), and ranks in several tensor rows."""
+"""Refuses task orders that are not whole (missing, repeated or held too long), and ranks in several model rows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpp_plugin.schedule.task_graph import format_grid
 # Executes the programs of all ranks serially, in order, with rendezvous: the one definition of what that means.
 #
 # A send or a receive ends when its other end is posted; a gather or a reduction of data when all ranks of the stage
-# have come to it, a task with tensor ranks when all of its data position have, as it contains their collectives;
+# have come to it, a task when all ranks of the same samples have, as it contains their collectives;
 # everything else ends at once, what passes between two stages of one rank included.
 #
 # Programs that finish so finish on any device, whatever its queues and whichever rank waits for it on the way: each of
@@ -61,7 +61,7 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     #     rank 1   receive x  F0  ...        on; rank 0 reaches its stage's others at ``reduce``
     #
     # Order does not matter: to go on is never undone, so whatever order ready ranks are taken in, the same end comes.
-    rows = tensor_rows(plan)
+    rows = model_rows(plan)
     collectives = {
         (kind, stage): Instruction(kind=kind, stage=stage)
         for kind in OF_STAGE
@@ -111,14 +111,14 @@ def execute_serially(plan: PipelinePlan, programs: Mapping[int, RankProgram]) ->
     return Deadlock(stuck=stuck, posted=posted, present=present)
 
 
-def tensor_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
-    """Return, by rank of a stage with tensor ranks, those of its data position: {2: (2, 3), 3: (2, 3), ...}."""
+def model_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
+    """Return, by rank of a stage with context or tensor ranks, those of its samples: {2: (2, 3), 3: (2, 3), ...}."""
     return {
-        rank: stage.tensor_ranks(position)
+        rank: row
         for stage in plan.stages
-        if stage.tensor > 1
-        for position in range(stage.degree)
-        for rank in stage.tensor_ranks(position)
+        if stage.model_parallel > 1
+        for row in map(stage.model_ranks, range(stage.degree))
+        for rank in row
     }
 
 
@@ -275,7 +275,7 @@ class _ScheduleCheck:
 
 
 def check_shared_rows(plan: PipelinePlan) -> None:
-    """Refuse a plan that puts a rank into different tensor rows: all of a row's ranks must run the same tasks together.
+    """Refuse a plan that puts a rank into different model rows: all of a row's ranks must run the same tasks together.
 
     Raises:
         PlanError: names two stages and the rank.
@@ -283,12 +283,12 @@ def check_shared_rows(plan: PipelinePlan) -> None:
     # row and stage by rank
     found: dict[int, tuple[tuple[int, ...], str]] = {}
     for stage in plan.stages:
-        for position in range(stage.degree):
-            row = stage.tensor_ranks(position)
+        for row in map(stage.model_ranks, range(stage.degree)):
             for rank in row:
                 other, name = found.setdefault(rank, (row, stage.name))
                 if other != row:
                     raise PlanError(
-                        f"stages {name!r} and {stage.name!r} share rank {rank}, but run their tasks on its tensor "
-                        f"ranks {list(other)} and {list(row)}; give them the same tensor ranks or ranks of their own"
+                        f"stages {name!r} and {stage.name!r} share rank {rank}, but run their tasks together on "
+                        f"ranks {list(other)} and {list(row)}; give them the same context and tensor ranks, or ranks "
+                        "of their own"
                     )

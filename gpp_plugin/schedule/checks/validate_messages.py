@@ -321,46 +321,58 @@ def _cut(samples: SampleRange, size: int) -> list[SampleRange]:
     return pieces
 
 
-# Which part of a tensor a message brings to a tensor rank, and which parts that rank needs. A tensor that the
-# sender's row holds as shards is cut into cells along that axis: the shards themselves, or, where the receiver's row
-# has shards along the same axis, so many that both ends' shards are whole cells. A tensor that every sender has whole
-# is one cell.
+# Which part of a tensor a message brings to a rank, and which parts that rank needs. A tensor that the sender's row
+# holds in parts is cut into cells along that axis: the parts themselves, or, where the receiver's row has parts along
+# the same axis, so many that both ends' parts are whole cells. A tensor that every sender has whole is one cell.
 #
-#     2 senders, 3 receivers     cells      0 1 2 3 4 5
-#                                senders    0 0 0 1 1 1
-#                                receivers  0 0 1 1 2 2     receiver 1 gets cell 2 of sender 0 and cell 3 of sender 1
+#     2 parts sent, 3 received   cells      0 1 2 3 4 5
+#                                sent       0 0 0 1 1 1
+#                                received   0 0 1 1 2 2     part 1 is cell 2 of part 0 and cell 3 of part 1
+#
+# Context x tensor ranks of 2 x 2 have part 0 at places 0 and 1, and part 1 at 2 and 3: cells come from either place.
 
 
 def needed_cells(plan: PipelinePlan, edge_index: int, direction: Direction, rank: int) -> range:
     """Return the cells that a receiving rank needs of each tensor that a message of an edge holds."""
-    (senders, sent_axis), (receivers, received_axis), receiver = _ends(plan, edge_index, direction)
-    if sent_axis is None:
-        return range(1)
+    (sender, sent_axis), (receiver, received_axis) = _ends(plan, edge_index, direction)
+    sent = _parts_of(sender, sent_axis)
     if sent_axis != received_axis:
-        return range(senders)
-    position = receiver.position(rank)[1]
-    return range(position * senders, (position + 1) * senders)
+        return range(sent)
+    part = _part_of(receiver, rank, received_axis)
+    return range(part * sent, (part + 1) * sent)
 
 
 def received_cells(plan: PipelinePlan, message: Message) -> range:
     """Return those of them that a message brings; none where its sender has nothing of them."""
-    (_, sent_axis), (receivers, received_axis), _ = _ends(plan, message.edge, message.direction)
+    (sender, sent_axis), (receiver, received_axis) = _ends(plan, message.edge, message.direction)
     needed = needed_cells(plan, message.edge, message.direction, message.dst_rank)
-    if sent_axis is None:
-        return needed
-    edge = plan.edges[message.edge]
-    sender = plan.stages[edge.src if message.direction is Direction.ACTIVATION else edge.dst]
-    position = sender.position(message.src_rank)[1]
-    count = receivers if sent_axis == received_axis else 1
-    return range(max(needed.start, position * count), min(needed.stop, (position + 1) * count))
+    part = _part_of(sender, message.src_rank, sent_axis)
+    count = _parts_of(receiver, received_axis) if sent_axis == received_axis else 1
+    return range(max(needed.start, part * count), min(needed.stop, (part + 1) * count))
 
 
-def _ends(
-    plan: PipelinePlan, edge_index: int, direction: Direction
-) -> tuple[tuple[int, int | None], tuple[int, int | None], Stage]:
-    """Return size and shard axis of the sender's row and of the receiver's, and the receiving stage."""
+_End = tuple[Stage, int | None]
+"""A stage and the axis along which its ranks hold parts; None where each has the whole."""
+
+
+def _ends(plan: PipelinePlan, edge_index: int, direction: Direction) -> tuple[_End, _End]:
+    """Return the sending and the receiving end of an edge's messages."""
     edge = plan.edges[edge_index]
     src, dst = plan.stages[edge.src], plan.stages[edge.dst]
-    producer = (src.tensor, edge.src_shard_axis if src.tensor > 1 else None)
-    consumer = (dst.tensor, edge.dst_shard_axis if dst.tensor > 1 else None)
-    return (producer, consumer, dst) if direction is Direction.ACTIVATION else (consumer, producer, src)
+    ends = [(src, edge.src_shard_axis), (dst, edge.dst_shard_axis)]
+    producer, consumer = ((stage, axis if stage.model_parallel > 1 else None) for stage, axis in ends)
+    return (producer, consumer) if direction is Direction.ACTIVATION else (consumer, producer)
+
+
+def _parts_of(stage: Stage, axis: int | None) -> int:
+    """Return how many parts a stage's row holds: as many as it has context ranks, or else tensor ranks."""
+    if axis is None:
+        return 1
+    return stage.context if stage.context > 1 else stage.tensor
+
+
+def _part_of(stage: Stage, rank: int, axis: int | None) -> int:
+    """Return which of them a rank has."""
+    if axis is None:
+        return 0
+    return stage.context_position(rank) if stage.context > 1 else stage.tensor_position(rank)

@@ -89,7 +89,7 @@ def interleaved_schedules(
             schedule is no 1F1B and no zero bubble; they stay for all where no other orders can run.
 
     Raises:
-        PlanError: stages of different tensor rows share a rank.
+        PlanError: stages of different model rows share a rank.
     """
     check_shared_rows(plan)
     free = {index for index in range(len(plan.stages)) if _is_free(plan, index, schedules[index])}

@@ -191,6 +191,9 @@ class ModelGrid(NamedTuple):
         return self.context * self.tensor
 
 
+ALONE = ModelGrid()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of the pipeline graph.

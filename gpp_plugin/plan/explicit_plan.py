@@ -299,8 +299,8 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
         )
         requested_size = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
         raise PlanInfeasible(
-            f"stage {stage.name!r} on {stage.degree} x {stage.context * stage.tensor} ranks has no micro-batch size{requested_size} "
-            f"for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
+            f"stage {stage.name!r} on {stage.degree} x {stage.context * stage.tensor} ranks has no micro-batch "
+            f"size{requested_size} for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
         )
     raise PlanInfeasible(
         f"no micro-batch size suits all stages of a mini-batch of {rules.mini_batch} with loss units of "

@@ -368,9 +368,7 @@ def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told()
     data = torch.zeros(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
     program = lower_schedules(plan, build_schedules(plan))[0]
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
-    with pytest.raises(
-        RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan the rank holds 6 elements"
-    ):
+    with pytest.raises(RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan the rank holds 6 elements"):
         run_rank(plan, [None, None], program, specs_of(plan), queues, data)
 
 

@@ -11,8 +11,8 @@ of the network work at the same time: the slowest one counts. For S bytes on n r
 An all-gather and a reduce-scatter are half a ring's all-reduce. What leaves a node has all adapters whose ranks take
 part, or a link of each rank. Tensor positions of a stage that reduce at the same time share them.
 
-In an all-to-all of tensors of S bytes in all each rank has an nth, and sends every other one an nth of that: (n-1)/n^2 S
-a rank, of which q (n-q)/n^2 S leave a node of q ranks. It takes as many steps as an all-gather.
+In an all-to-all of tensors of S bytes in all each rank has an nth, and sends every other one an nth of that:
+(n-1)/n^2 S a rank, of which q (n-q)/n^2 S leave a node of q ranks. It takes as many steps as an all-gather.
 
     2 x 8 H100, 1 GB     ring          1.875 GB / 370 GB/s in the node, 1.875 / 400 between          5.07 ms
                          switch tree   1.125 GB / 306 GB/s (measured: 476 of bus bandwidth), 1 / 400  3.68 ms

@@ -26,12 +26,13 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
-from gpp_plugin.ir.plan import ModelGrid, PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import ALONE, ModelGrid, PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
 from gpp_plugin.plan.costs.memory_formula import (
+    FREE,
     GridPrices,
     boundary_times,
     context_times,
@@ -177,8 +178,8 @@ class CostModel:
         cluster: Cluster,
         *,
         zero_stage: int = 0,
-        grid: ModelGrid = ModelGrid(),
-        prices: GridPrices = GridPrices(),
+        grid: ModelGrid = ALONE,
+        prices: GridPrices = FREE,
     ) -> None:
         self.grid, self._prices = grid, prices
         self._source = graph, profile
@@ -255,7 +256,10 @@ class CostModel:
     def _sharding_keys(self) -> dict[str, tuple[BlockSharding, ...]]:
         found: dict[str, tuple[BlockSharding, ...]] = {}
         for each in (*self.graph.sharding, *self.graph.context):
-            found[each.block] = (*found.get(each.block, ()), dataclasses.replace(each, block="", cut_results=()))
+            found[each.block] = (
+                *found.get(each.block, ()),
+                dataclasses.replace(each, block="", cut_results=()),
+            )
         return found
 
     @property
@@ -337,8 +341,8 @@ class CostModel:
 
     def _prices_of(self, grid: ModelGrid, everyone: tuple[int, ...]) -> GridPrices:
         """Return what collectives take in the slowest group of tensor ranks, and of context ranks."""
-        # of context x tensor 2 x 2 the ranks 0 to 3 are tensor groups (0, 1) and (2, 3), context groups (0, 2) and (1, 3)
-        found = GridPrices()
+        # context x tensor 2 x 2 on ranks 0 to 3: tensor groups (0, 1) and (2, 3), context groups (0, 2) and (1, 3)
+        found = FREE
         if grid.tensor > 1:
             rows = (everyone[first : first + grid.tensor] for first in range(0, len(everyone), grid.tensor))
             used = (self.collectives(row, everyone) for row in rows)
@@ -449,8 +453,8 @@ class CostModel:
             self._collectives[key] = collectives(self.cluster, ranks, beside)
         return self._collectives[key]
 
-    def reduction(self, degree: int, grid: ModelGrid = ModelGrid()) -> CollectiveCost:
-        """Return what sums gradients of so many data positions once, from the first rank on: of stages without ranks."""
+    def reduction(self, degree: int, grid: ModelGrid = ALONE) -> CollectiveCost:
+        """Return what sums gradients of so many data positions once, from the first rank on: of unplaced stages."""
         everyone = range(degree * grid.size)
         return self.collectives(everyone[:: grid.tensor], everyone).reduction(self.zero_stage)
 
@@ -631,7 +635,7 @@ class CostModel:
 
 
 def _least(lines: Floats, row: int, local: float) -> Floats:
-    """Return by block the least over lines [line, row, block] of what is there a task and, in the next row, a sample."""
+    """Return by block the least over lines [line, row, block] of microseconds a task, and in the next row a sample."""
     return cast(Floats, np.min(lines[:, row] + lines[:, row + 1] * local, axis=0))
 
 

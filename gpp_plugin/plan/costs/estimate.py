@@ -262,11 +262,13 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
     }
 
     # every rank of the receiver gets what it holds of a tensor, the whole or its part: a sender serves so many
-    parts = {src.ranks: parts_held(src, edge.src_shard_axis), dst.ranks: parts_held(dst, edge.dst_shard_axis)}
+    parts = {src.ranks: src.num_parts(edge.src_shard_axis), dst.ranks: dst.num_parts(edge.dst_shard_axis)}
     pieces = max(parts.values())
 
     def serves(sender: Stage, receiver: Stage) -> float:
-        return -(-receiver.model_parallel * pieces // (parts[receiver.ranks] * sender.model_parallel)) / pieces
+        return (
+            -(-receiver.model_parallel * pieces // (parts[receiver.ranks] * sender.model_parallel)) / pieces
+        )
 
     def hold(per_sample: float, fixed: float, stage: Stage, times: float) -> float:
         held = link.occupied_us(per_sample * stage.local_batch_size + fixed)
@@ -284,11 +286,6 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         backward_in_us=hold(grad_sample, grad_whole, src, 1 / parts[src.ranks]),
         has_gradient=bool(edge.gradient_tensors),
     )
-
-
-def parts_held(stage: Stage, axis: int | None) -> int:
-    """Return of how many parts a rank of a stage holds one, of a tensor in parts along an axis; None: it is whole."""
-    return 1 if axis is None else stage.context if stage.context > 1 else stage.tensor
 
 
 # The simulator as the evaluator of plans: links shared, reductions as `simulate.reductions` has them.
@@ -409,7 +406,11 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
             CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=exposed_us),
-            *([CollectiveTime(kind=EXCHANGES, total_us=exchanged_us, exposed_us=exchanged_us)] if exchanged_us else []),
+            *(
+                [CollectiveTime(kind=EXCHANGES, total_us=exchanged_us, exposed_us=exchanged_us)]
+                if exchanged_us
+                else []
+            ),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -499,7 +500,7 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
 
 
 def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, float, float]:
-    """Return the microseconds of tensor sums in a forward and a backward of a stage, what tasks wait for, and exchanges.
+    """Return the microseconds of tensor sums in a forward and a backward, what tasks wait for, and of exchanges.
 
     Args:
         is_split: its backwards run in two parts, and sum in the first one.

@@ -9,8 +9,8 @@ Legend, all in bytes of one rank unless said otherwise:
 
     P, G, O  parameters, gradients and optimizer state of the stage's blocks
     g, o     ranks that share gradients and optimizer state out: 1, or those of data x context (ZeRO 2: both; 1: o)
-    p        ranks that share parameters out: 1, or under ZeRO 3 those of data x context. So of one stage a rank needs at its
-             peak what it needs under ZeRO 2; of several it holds one whole at a time, the largest (`rank_bytes`)
+    p        ranks that share parameters out: 1, or under ZeRO 3 those of data x context. So of one stage a rank needs
+             at its peak what it needs under ZeRO 2; of several it holds one whole at a time, the largest (`rank_bytes`)
     v        versions of its weights: older ones are stashed of what is trained, G is as large (mode async)
     I        its part of the mini-batch
     c        micro-batches in flight (a number)
@@ -95,6 +95,10 @@ class GridPrices(NamedTuple):
 
     tensor: CollectiveCosts = CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
     context: CollectiveCosts = CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
+
+
+FREE = GridPrices()
+"""Without ranks to divide anything."""
 
 
 def sharded_by_block(graph: BlockGraph, tensor: int) -> dict[str, BlockSharding]:
@@ -285,11 +289,15 @@ def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) ->
         more = (copies_of(own, grid) - 1) * own.group_bytes
         for line, (of_sum, summed) in enumerate(price.all_reduce.lines):
             found[line, :, i] = (
-                own.forward_sums * of_sum + own.forward_gathers * of_gather + own.forward_exchanges * of_exchange,
+                own.forward_sums * of_sum
+                + own.forward_gathers * of_gather
+                + own.forward_exchanges * of_exchange,
                 own.forward_sum_bytes * summed
                 + own.forward_gather_bytes * gathered
                 + (own.forward_exchange_bytes + more) / heads * exchanged,
-                own.backward_sums * of_sum + own.backward_gathers * of_gather + own.backward_exchanges * of_exchange,
+                own.backward_sums * of_sum
+                + own.backward_gathers * of_gather
+                + own.backward_exchanges * of_exchange,
                 own.backward_sum_bytes * summed
                 + own.backward_gather_bytes * gathered
                 + (own.backward_exchange_bytes + more) / heads * exchanged,
@@ -473,7 +481,8 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
         graph, profile: those the plan was made for.
     """
     costs = {
-        grid: sharded_profile(profile, graph, grid).by_block() for grid in {stage.grid for stage in plan.stages}
+        grid: sharded_profile(profile, graph, grid).by_block()
+        for grid in {stage.grid for stage in plan.stages}
     }
     gradients = [sum(costs[s.grid][name].gradient_bytes for name in s.blocks) for s in plan.stages]
     names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))

@@ -565,6 +565,118 @@ def _other_slice(node: fx.Node, reads: OperandReads) -> AxisCut:
     return found
 
 
+def _of_rows(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """A linear operator, whatever its weights are: every row by itself."""
+    operand: Any = node.args[1] if node.target is aten.addmm.default else node.args[0]
+    found, shape = reads.get(operand), shape_of(node)
+    if found is None or found.axis == len(shape) - 1:
+        raise NotSharded("sums over the axis that is cut")
+    for each in node.all_input_nodes:
+        if each is not operand:
+            reads.whole(each)
+    if node.target is aten.addmm.default and len(shape_of(node.args[0])) == 2:
+        raise NotSharded("adds a matrix")
+    return found
+
+
+def _added_product(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """A product of many matrices, and what is added to it, by rows of the left ones."""
+    added, left, right = node.args[:3]
+    found = reads.get(left)
+    if found is None or found.axis != 1:
+        raise NotSharded("sums over the axis that is cut")
+    reads.whole(right)
+    assert isinstance(added, fx.Node)
+    own = shape_of(added)
+    if len(own) < 2 or own[-2] == 1:
+        reads.whole(added)
+    else:
+        reads.cut(added, found.at(len(own) - 2))
+    return found
+
+
+def _lookup(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Rows of a table, by numbers that are cut."""
+    table, numbers = node.args[0], node.args[1]
+    found = reads.get(numbers)
+    if found is None:
+        raise NotSharded("reads a part where it takes a whole")
+    if argument(node, 3, "scale_grad_by_freq", False) or argument(node, 4, "sparse", False):
+        raise NotSharded("counts how often a row is read")
+    reads.whole(table)
+    return found
+
+
+def _reshaped(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Axes split and joined; of samples and positions, in this order, rows are made, and the other way round."""
+    operand, found = _one(node, reads)
+    before, after = shape_of(operand), shape_of(node)
+    for old, new in _groups(before, after):
+        wide = [axis for axis in new if after[axis] != 1]
+        if found.axis not in old or len(found.parts) > 1 or len(wide) != 1:
+            continue
+        outer = [before[axis] for axis in old if axis < found.axis]
+        inner = [before[axis] for axis in old if axis > found.axis]
+        if math.prod(inner) == 1 and math.prod(outer) > 1:
+            return found.at(wide[0], found.parts * math.prod(outer))
+    return view(node, reads)
+
+
+def _queries(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Attention of some queries to all keys."""
+    query, found = _one(node, reads)
+    shape, mask = shape_of(query), argument(node, 3, "attn_mask")
+    if found.axis != len(shape) - 2 or argument(node, 5, "is_causal", False):
+        raise NotSharded("mixes what is cut")
+    for each in node.args[1:3]:
+        reads.whole(each)
+    if isinstance(mask, fx.Node):
+        own = shape_of(mask)
+        if own[-2] == 1:
+            reads.whole(mask)
+        else:
+            reads.cut(mask, found.at(len(own) - 2))
+    return found
+
+
+def _labels(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Cross entropy of every row by itself."""
+    logits, target = node.args[0], node.args[1]
+    found, dims = reads.get(logits), len(shape_of(logits))
+    if found is None or not isinstance(target, fx.Node) or len(shape_of(target)) != dims - 1:
+        raise NotSharded("reads a part where it takes a whole")
+    is_plain = argument(node, 2, "weight") is None and not argument(node, 5, "label_smoothing", 0.0)
+    if found.axis == min(dims - 1, 1) or not is_plain:
+        raise NotSharded("has parts of classes, weights of them, or smoothed labels")
+    reads.cut(target, found.at(found.axis - (found.axis > 1)))
+    return found.at(found.axis - (found.axis > 1))
+
+
+_OF_CONTEXT: Mapping[Any, Rule] = {
+    **dict.fromkeys((aten.view.default, aten.reshape.default, aten._unsafe_view.default), _reshaped),
+    **dict.fromkeys((aten.flatten.using_ints, aten.unflatten.int), _reshaped),
+    **dict.fromkeys((aten.linear.default, aten.addmm.default), _of_rows),
+    aten.mm.default: matmul,
+    aten.baddbmm.default: _added_product,
+    aten.embedding.default: _lookup,
+    aten.scaled_dot_product_attention.default: _queries,
+    aten.cross_entropy_loss.default: _labels,
+}
+"""Rules of positions alone: no part of a head is made of them."""
+
+
+def context_rule_of(node: fx.Node) -> Rule:
+    """Return the rule of an operator of which each context rank computes its positions, or rows made of them.
+
+    Raises:
+        NotSharded: there is none.
+    """
+    rule = _OF_CONTEXT.get(node.target)
+    if rule is not None:
+        return rule
+    return position_rule_of(node) if node.target is aten.slice.Tensor else rule_of(node)
+
+
 FLATTENS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.flatten.using_ints)
 
 

@@ -22,7 +22,14 @@ import networkx as nx
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.layouts import ordered_units
-from gpp_plugin.ir.analysis import Analysis, block_shardings, why_undivided
+from gpp_plugin.ir.analysis import (
+    POSITIONS,
+    Analysis,
+    block_contexts,
+    block_shardings,
+    why_uncut,
+    why_undivided,
+)
 from gpp_plugin.ir.block_graph import (
     GRANULARITIES,
     Block,
@@ -241,11 +248,20 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
     partition = _partition(analysis, granularity)
     graph = _block_graph(captured.op_graph, analysis, partition)
     sharding = block_shardings(captured.op_graph, analysis.sharding, graph.blocks)
-    divided = {each.block for each in sharding}
+    context = block_contexts(captured.op_graph, analysis.sharding, graph.blocks)
+    divided, cut = {each.block for each in sharding}, {each.block for each in context if each.flop_share}
     return dataclasses.replace(
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
+        # what is cut along rows or heads crosses between stages whole
+        position_axes={
+            part.name: part.result.axis
+            for part in analysis.sharding.context
+            if part.name in graph.tensors and part.result is not None and part.result.kind == POSITIONS
+        },
+        context=context,
+        uncut=why_uncut(analysis.sharding, [b for b in graph.blocks if b.name not in cut]),
         undivided=why_undivided(
             analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity
         ),

@@ -31,6 +31,7 @@ from gpp_plugin.capture.eager.trial_run import (
     with_culprit,
     without_inner,
 )
+from gpp_plugin.capture.find_context import find_context
 from gpp_plugin.capture.find_regions import find_sharding
 from gpp_plugin.capture.layout_rules import Counted, Fixed, Rows
 from gpp_plugin.capture.layouts import (
@@ -399,21 +400,31 @@ def analysed(
         eager=eager,
         means=(*((RECORDED,) if traced.recording else ()), *((WHOLE_UNITS,) if pair is None else ())),
         # At one sample a cut along samples shows nowhere: [1, heads, ...] and [heads, ...] look alike.
-        sharding=_sharding(traced if pair is None else pair[0], meta_copy, notes),
+        sharding=_sharding(traced if pair is None else pair[0], meta_copy, notes, layouts),
         carried=meta_copy.carried,
     )
     return assemble(traced, op_graph, meta_copy, analysis, masks)
 
 
-def _sharding(traced: Traced, meta_copy: MetaCopy, notes: Mapping[str, Note]) -> Sharding:
+def _sharding(traced: Traced, meta_copy: MetaCopy, notes: Mapping[str, Note], layouts: Layouts) -> Sharding:
     buffers = {p.name for p in meta_copy.parameters if p.is_buffer}
-    return find_sharding(
+    parameters = {n: own for n, own in traced.parameters.items() if own not in buffers}
+    called = {**traced.inputs, **traced.parameters}
+    found = find_sharding(
         traced.graph,
-        parameters={n: own for n, own in traced.parameters.items() if own not in buffers},
-        called={**traced.inputs, **traced.parameters},
+        parameters=parameters,
+        called=called,
         needs_gradient={name for name, note in notes.items() if note.requires_grad},
         styles=getattr(meta_copy.original, "_tp_plan", None) or {},
     )
+    context, uncut = find_context(
+        traced.graph,
+        parameters=parameters,
+        called=called,
+        layouts=layouts.states,
+        num_samples=traced.num_samples,
+    )
+    return dataclasses.replace(found, context=context, uncut=uncut)
 
 
 def masks_of(traced: Traced, meta_copy: MetaCopy) -> MaskFinder:

@@ -168,7 +168,10 @@ class ContextPart:
         sums: of each rank's result the whole is the ``sum``, or the ``mean`` over labels that count (cross entropy);
             "" where it is cut.
         heads: numbers that the context size must divide: of query heads, where it computes on parts of heads.
-        groups: heads of what it reads that the context size need not divide: keys and values, which several ranks read.
+        groups: of what it reads by heads, how many there are where the context size need not divide them: groups of
+            keys and values. With f = n / gcd(n, groups) each is held f times over: so an exchange repeats each f times
+            in place, and n ranks have equal parts of groups * f; what is by heads already is so. Where groups are
+            repeated for the heads that share them, how often (of `expand`, or `repeat_interleave`) is divided by f.
     """
 
     name: str
@@ -359,6 +362,186 @@ def block_shardings(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block])
     )
 
 
+MAX_WITHOUT_HEADS = 64
+"""The largest context size that is named for blocks of a model without heads: any divides them."""
+_LOSS_SUM_BYTES = 16
+
+
+def block_contexts(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block]) -> tuple[BlockSharding, ...]:
+    """Return what context ranks divide of blocks, and what they send each other, if all blocks are so divided.
+
+    Args:
+        graph: its sizes are those of the result.
+    """
+    # A block without heads can be divided by any number: it has the degrees of those that it reads parts of, or that
+    # read its parts. So has one that computes nothing on parts, but makes wholes of them.
+    parts = {part.name: part for part in sharding.context}
+    home = {name: block.name for block in blocks for name in block.nodes}
+    read = {node.name: node.inputs for node in graph.nodes}
+    heads = {
+        block.name: math.gcd(*(n for name in block.nodes if name in parts for n in parts[name].heads))
+        for block in blocks
+        if any(not parts.keys().isdisjoint((name, *read[name])) for name in block.nodes)
+    }
+    beside: dict[str, set[str]] = {name: set() for name in heads}
+    for name in home:
+        for source in read[name]:
+            pair = home.get(name, ""), home.get(source, "")
+            if source in parts and pair[0] != pair[1] and heads.keys() >= set(pair):
+                beside[pair[0]].add(pair[1])
+                beside[pair[1]].add(pair[0])
+    degrees = {
+        name: frozenset(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0)
+        for name, size in heads.items()
+        if size
+    }
+    if not degrees:
+        degrees = dict.fromkeys(heads, frozenset(range(2, MAX_WITHOUT_HEADS + 1)))
+    missing = [name for name in heads if name not in degrees]
+    while missing:
+        near = {
+            name: [degrees[other] for other in beside[name] if other in degrees]
+            for name in missing
+            if not degrees.keys().isdisjoint(beside[name])
+        }
+        every = [frozenset[int]().union(*degrees.values())]
+        degrees |= {
+            name: frozenset[int]().union(*found)
+            for name, found in (near or dict.fromkeys(missing, every)).items()
+        }
+        missing = [name for name in missing if name not in degrees]
+    make = _ContextCosts(graph, parts)
+    return tuple(
+        make.of(block, tuple(sorted(degrees[block.name]))) for block in blocks if degrees.get(block.name)
+    )
+
+
+class _ContextCosts:
+    """Adds up what context ranks divide of single blocks, and what they send each other there."""
+
+    def __init__(self, graph: OpGraph, parts: Mapping[str, ContextPart]) -> None:
+        self.graph, self.parts = graph, parts
+        self.nodes = {node.name: node for node in graph.nodes}
+        specs = [*graph.inputs, *(node.output for node in graph.nodes if node.output is not None)]
+        self.bytes = {spec.name: spec.bytes_for(graph.num_samples) for spec in specs}
+        self.bytes |= {name: p.bytes for p in graph.parameters for name in (p.name, *p.aliases)}
+        self.readers: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            for name in node.inputs:
+                self.readers.setdefault(name, []).append(node.name)
+
+    def of(self, block: Block, degrees: tuple[int, ...]) -> BlockSharding:
+        """Return what is divided of a block."""
+        own = [self.nodes[name] for name in block.nodes]
+        cut = [node for node in own if node.name in self.parts]
+        flops = sum(node.flops for node in cut)
+        saved = sum(size for node in own for maker, size in node.keeps if self._keeps_part(node, maker))
+        saved += sum(node.kept_inside_bytes for node in cut)
+        summed = {
+            node.name: _LOSS_SUM_BYTES if part.sums == "mean" else self.bytes[node.name]
+            for node in cut
+            if (part := self.parts[node.name]).sums
+        }
+        gathers, exchanges, groups = self._changes(own)
+        outputs = [name for name in self.graph.outputs.values() if name in block.nodes and self._held(name)]
+        gathers += [name for name in outputs if name not in gathers]
+        inside = frozenset(block.nodes)
+        with_gradient = [name for name in gathers if name not in outputs and self._has_gradient(name)]
+        exchanged = [name for name in exchanges if self._has_gradient(name)]
+        losses = [size for name, size in summed.items() if self._has_gradient(name)]
+        return BlockSharding(
+            block=block.name,
+            degrees=degrees,
+            flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
+            parameter_bytes=0,
+            trainable_bytes=0,
+            saved_share=min(saved / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
+            forward_sums=len(summed),
+            forward_sum_bytes=sum(summed.values()),
+            backward_sums=len(losses),
+            backward_sum_bytes=sum(losses),
+            forward_gathers=len(gathers),
+            forward_gather_bytes=sum(self.bytes[name] for name in gathers),
+            backward_gathers=len(with_gradient),
+            backward_gather_bytes=sum(self.bytes[name] for name in with_gradient),
+            forward_exchanges=len(exchanges),
+            forward_exchange_bytes=sum(self.bytes[name] for name in exchanges),
+            backward_exchanges=len(exchanged),
+            backward_exchange_bytes=sum(self.bytes[name] for name in exchanged),
+            groups=math.gcd(*groups.values()),
+            group_bytes=sum(self.bytes[name] for name in groups),
+            cut_results=tuple(
+                node.name
+                for node in cut
+                if (held := self._held(node.name)) is not None
+                and held.kind == POSITIONS
+                and not inside.issuperset(self.readers.get(node.name, ()))
+            ),
+        )
+
+    def _held(self, name: str) -> ContextCut | None:
+        part = self.parts.get(name)
+        return None if part is None else part.result
+
+    def _has_gradient(self, name: str) -> bool:
+        return _has_gradient(self.graph, self.nodes, name)
+
+    def _changes(self, own: Sequence[OpNode]) -> tuple[list[str], list[str], dict[str, int]]:
+        """Return what a block gathers, and exchanges, tensor by tensor; of groups among these, how many there are."""
+        # each form of a tensor is made once, however many read it
+        gathers, exchanges = dict[tuple[str, ContextCut | None], None](), dict[tuple[str, ContextCut], None]()
+        groups: dict[str, int] = {}
+        for node in own:
+            part = self.parts.get(node.name)
+            for name in node.inputs:
+                held, wanted = self._held(name), None if part is None else part.operands.get(name)
+                if held is None or held == wanted or name not in self.bytes:
+                    continue
+                if (
+                    wanted is None
+                    or HEADS not in (held.kind, wanted.kind)
+                    or ROWS in (held.kind, wanted.kind)
+                ):
+                    gathers[name, None] = None
+                    continue
+                exchanges[name, wanted] = None
+                if part is not None and name in part.groups:
+                    groups[name] = part.groups[name]
+        return [name for name, _ in gathers], [name for name, _ in exchanges], groups
+
+    def _keeps_part(self, node: OpNode, maker: str) -> bool:
+        """Return whether a rank keeps its part alone of a storage that an operator keeps."""
+        if node.name not in self.parts:
+            return False
+        operands = self.parts[node.name].operands
+        read = [name for name in node.inputs if maker in (name, self._storage(name))]
+        return all(name in operands for name in read) if read else self._held(node.name) is not None
+
+    def _storage(self, name: str) -> str:
+        node = self.nodes.get(name)
+        return name if node is None else node.storage or name
+
+
+def context_of_stage(
+    graph: BlockGraph, sharding: Sharding, plan: PipelinePlan, index: int
+) -> tuple[ContextPart, ...]:
+    """Return the operators of a stage that its context ranks compute on parts: of blocks that their number divides.
+
+    And of what no block has, as each stage makes it for itself.
+    """
+    stage = plan.stages[index]
+    divided = {own.block for own in graph.context if stage.context in own.degrees}
+    whole = {name for block in graph.blocks if block.name not in divided for name in block.nodes}
+    return tuple(part for part in sharding.context if part.name not in whole)
+
+
+def why_uncut(sharding: Sharding, blocks: Iterable[Block]) -> dict[str, str]:
+    """Return block -> why context ranks do not divide it, of those of these with linear operators or attention."""
+    whole = {each.name: each.reason for each in sharding.uncut}
+    found = {block.name: next((whole[name] for name in block.nodes if name in whole), "") for block in blocks}
+    return {name: reason for name, reason in found.items() if reason}
+
+
 def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
     """Return block -> why it is not divided, of those of these with linear operators; names the operator in the way."""
     whole = {each.name: each.reason for each in sharding.whole}
@@ -453,8 +636,16 @@ def _sharding(
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
-    # a storage is saved once, by however many: of a region's saved tensors its own results and the inside are in parts
-    saved = {maker: size for node in own for maker, size in node.keeps if maker in parts}
+    # A storage is saved once, by however many: a region's own results and the inside are in parts, and what is made, or
+    # read, at a rank's positions, in whichever block it is made.
+    saved = {
+        maker: size
+        for node in own
+        for maker, size in node.keeps
+        if maker in parts
+        or maker in sequence
+        or (node.name in sequence and maker in sequence[node.name].operands)
+    }
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     joined = {part.joins for part in own_parts if part.joins}
     summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
@@ -466,7 +657,7 @@ def _sharding(
     gathered = {part.gathered for part in sequence.values() if part.gathered}
     shared = [_bytes(graph, name) for region in regions for name in region.shared if name not in gathered]
     shared += [_bytes(graph, name) for name in dict.fromkeys(n for p in own_parts for n in p.shared)]
-    flops = sum(node.flops for node in own if node.name in operators)
+    flops = sum(node.flops for node in own if node.name in operators or node.name in sequence)
     # A gated MLP: ``up`` and ``gate`` read the tensor whose gradient is summed, ``down`` what is cut: 2/3.
     trained = [p for p in graph.parameters if p.requires_grad and not p.is_buffer and len(p.shape) > 1]
     weights = {name for p in trained for name in (p.name, *p.aliases)}

@@ -9,7 +9,7 @@ from functools import cached_property
 import networkx as nx
 
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.serialize import fingerprint
+from gpp_plugin.ir.serialize import DERIVED, fingerprint
 from gpp_plugin.ir.tensors import TensorSpec
 from gpp_plugin.ir.typed_leaves import Share
 
@@ -240,6 +240,8 @@ class BlockGraph:
         sharding: of the blocks that tensor ranks can divide; empty where that is not known.
         context: of the blocks that context ranks can divide; empty where that is not known.
         uncut: of blocks with linear operators or attention that context ranks do not divide, why.
+        position_axes: tensor -> the axis of its positions, of those that context ranks hold in parts where they cross
+            between stages; all others cross whole.
         undivided: of blocks with linear operators that tensor ranks cannot divide, why: names the operator in the way.
         tied: groups of blocks that share a parameter, parameter name -> block names.
         saved: what is saved for backward, tensor by tensor; empty in analytic graphs of layers.
@@ -256,8 +258,9 @@ class BlockGraph:
     more_losses: tuple[str, ...] = ()
     sharding: tuple[BlockSharding, ...] = ()
     undivided: dict[str, str] = field(default_factory=dict)
-    context: tuple[BlockSharding, ...] = ()
-    uncut: dict[str, str] = field(default_factory=dict)
+    context: tuple[BlockSharding, ...] = field(default=(), metadata=DERIVED)
+    uncut: dict[str, str] = field(default_factory=dict, metadata=DERIVED)
+    position_axes: dict[str, int] = field(default_factory=dict, metadata=DERIVED)
 
     @cached_property
     def fingerprint(self) -> str:

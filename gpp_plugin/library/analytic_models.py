@@ -117,15 +117,21 @@ class Divided:
 
     Args:
         counts: heads, features or words that a tensor size must divide.
-        forward_sums, backward_sums: elements of each tensor that they sum.
+        saved: of what it keeps, what is in parts where its input is.
+        gathered: elements of each tensor that is read in parts of the positions, and made whole for a region.
+        scattered: elements of each result of a region that is summed at each rank's positions.
+        forward_sums: elements of each tensor that is summed and stays whole.
+        begun_whole: of ``saved``, what is whole where the block's input is: the input and its normalisation.
         beside: products of the weight gradients that are made beside the sums of a backward.
     """
 
     counts: tuple[int, ...]
     parameters: int
     saved: int
-    forward_sums: tuple[int, ...]
-    backward_sums: tuple[int, ...]
+    gathered: tuple[int, ...] = ()
+    scattered: tuple[int, ...] = ()
+    forward_sums: tuple[int, ...] = ()
+    begun_whole: int = 0
     beside: int = 0
 
 
@@ -214,30 +220,84 @@ def assemble(
         loss_block=loss,
         tied={},
         saved=tuple(saved) or tuple(tensor for spec in specs for tensor in _own_tensors(spec)),
-        sharding=tuple(found for spec in specs if (found := _sharding(spec)) is not None),
+        sharding=_shardings(specs, edges),
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
 
 
-def _sharding(spec: BlockSpec) -> BlockSharding | None:
-    """Return what tensor ranks divide of a block; None where no tensor size does."""
-    own = spec.divided
-    degrees = tuple(t for t in TENSOR_SIZES if own is not None and all(n % t == 0 for n in own.counts))
-    if own is None or not degrees:
-        return None
+def _shardings(specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]]) -> tuple[BlockSharding, ...]:
+    """Return what tensor ranks divide of each block, as a capture of it says (`ir.analysis.block_shardings`)."""
+    degrees = {
+        spec.name: tuple(t for t in TENSOR_SIZES if all(n % t == 0 for n in spec.divided.counts))
+        for spec in specs
+        if spec.divided is not None
+    }
+    divided = {s.name: s.divided for s in specs if s.divided is not None and degrees[s.name]}
+    leaves = {name for name, own in divided.items() if own.scattered}
+    begins = {dst for src, dst in edges if src in leaves and dst in divided and divided[dst].gathered}
+    reads = {dst for _, dst in edges}
+    is_whole = {src for src, dst in edges if src in leaves and dst not in begins}
+    return tuple(
+        _sharding(
+            spec,
+            divided[spec.name],
+            degrees[spec.name],
+            begins_on_parts=spec.name in begins,
+            has_gradient=spec.name in reads,
+            is_gathered=spec.name in is_whole,
+        )
+        for spec in specs
+        if spec.name in divided
+    )
+
+
+def _sharding(
+    spec: BlockSpec,
+    own: Divided,
+    degrees: tuple[int, ...],
+    *,
+    begins_on_parts: bool,
+    has_gradient: bool,
+    is_gathered: bool,
+) -> BlockSharding:
+    """Return what tensor ranks divide of a block.
+
+    Args:
+        has_gradient: what it reads has one.
+        is_gathered: blocks read its result whole.
+    """
+    # Two layers behind an input that has no gradient, in front of a head that reads the whole; each gathers and sums
+    # tokens:
+    #
+    #   layer 0   begins whole: 1 sum of its backward; gathers forward 3 (attention's result, the feed-forward's input
+    #             and result), backward 4 (2 results, the input and once more for its weights)
+    #   layer 1   begins on parts: no sum; gathers forward 4, and 1 for the head, backward 6
+    gathered, sums, saved, backward = own.gathered, tuple[int, ...](), own.saved, own.scattered
+    if not begins_on_parts:
+        gathered, sums, saved = own.gathered[1:], own.gathered[:1], own.saved - own.begun_whole
+        # a residual beside it is each rank's positions of the whole
+        backward += own.gathered[:1] if own.scattered and has_gradient else ()
+    forward = (*gathered, *own.scattered, *((math.prod(spec.output),) if is_gathered else ()))
+    made = sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched)
     return BlockSharding(
         block=spec.name,
         degrees=degrees,
         flop_share=1.0,
         parameter_bytes=own.parameters * FLOAT,
         trainable_bytes=own.parameters * FLOAT,
-        saved_share=own.saved / max(spec.saved, 1),
+        saved_share=saved / max(spec.saved, 1),
         forward_sums=len(own.forward_sums),
         forward_sum_bytes=sum(own.forward_sums) * FLOAT,
-        backward_sums=len(own.backward_sums),
-        backward_sum_bytes=sum(own.backward_sums) * FLOAT,
-        beside_share=own.beside
-        / max(sum(g.rows * g.k * g.n * g.count for g in spec.gemms if not g.is_batched), 1),
+        backward_sums=len(sums),
+        backward_sum_bytes=sum(sums) * FLOAT,
+        beside_share=own.beside / max(made, 1),
+        forward_gathers=len(forward),
+        forward_gather_bytes=sum(forward) * FLOAT,
+        backward_gathers=len(backward) + 2 * len(gathered),
+        backward_gather_bytes=(sum(backward) + 2 * sum(gathered)) * FLOAT,
+        beside_gathers=2 * len(gathered),
+        beside_gather_bytes=2 * sum(gathered) * FLOAT,
+        cut_results=(f"{spec.name}:out",) if own.scattered and not is_gathered else (),
     )
 
 
@@ -260,6 +320,19 @@ def _own_tensors(spec: BlockSpec) -> list[SavedTensor]:
     ]
 
 
+SENT_BYTES = (
+    "forward_sum_bytes",
+    "backward_sum_bytes",
+    "forward_gather_bytes",
+    "backward_gather_bytes",
+    "beside_gather_bytes",
+    "forward_exchange_bytes",
+    "backward_exchange_bytes",
+    "group_bytes",
+)
+"""Of a `BlockSharding`, bytes of what ranks send each other."""
+
+
 def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
     """Return a graph of fp32 as one whose tensors and parameters are of ``dtype``."""
     size = element_bytes(dtype)
@@ -279,7 +352,7 @@ def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
             for name, spec in graph.tensors.items()
         },
         saved=scaled(graph.saved, "bytes"),
-        sharding=scaled(graph.sharding, *own, "forward_sum_bytes", "backward_sum_bytes"),
+        sharding=scaled(graph.sharding, *own, *SENT_BYTES),
     )
 
 
@@ -383,13 +456,14 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
         saved=7 * tokens + 2 * scores,
         elementwise=10 * tokens + 4 * scores,
         launches=6,
-        # by heads: query, key, value, context and scores; the input, its normalisation and the residual are whole
+        # by heads: query, key, value, context and scores; by positions: the input, its normalisation and the residual
         divided=Divided(
             counts=(heads,),
             parameters=4 * hidden * hidden + 3 * hidden,
-            saved=4 * tokens + 2 * scores,
-            forward_sums=(tokens,),
-            backward_sums=(tokens,),
+            saved=7 * tokens + 2 * scores,
+            gathered=(tokens,),
+            scattered=(tokens,),
+            begun_whole=2 * tokens,
             beside=3 * hidden * tokens,
         ),
         is_checkpointed=True,
@@ -410,9 +484,10 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
         divided=Divided(
             counts=(inner,),
             parameters=2 * hidden * inner + inner,
-            saved=2 * length * inner,
-            forward_sums=(tokens,),
-            backward_sums=(tokens,),
+            saved=3 * tokens + 2 * length * inner,
+            gathered=(tokens,),
+            scattered=(tokens,),
+            begun_whole=2 * tokens,
             beside=inner * tokens,
         ),
         is_checkpointed=True,
@@ -443,8 +518,10 @@ def _divided_together(parts: Sequence[Divided | None]) -> Divided | None:
         counts=tuple(count for part in known for count in part.counts),
         parameters=sum(part.parameters for part in known),
         saved=sum(part.saved for part in known),
+        gathered=tuple(size for part in known for size in part.gathered),
+        scattered=tuple(size for part in known for size in part.scattered),
         forward_sums=tuple(size for part in known for size in part.forward_sums),
-        backward_sums=tuple(size for part in known for size in part.backward_sums),
+        begun_whole=known[0].begun_whole,
         beside=sum(part.beside for part in known),
     )
 

@@ -390,8 +390,15 @@ def transformer(
     return assemble(name, specs, path_edges([spec.name for spec in specs]), loss="head")
 
 
-def _words(vocabulary: int, length: int, hidden: int) -> tuple[BlockSpec, BlockSpec]:
-    """Return the embedding and the language head of a model of texts."""
+def _words(
+    vocabulary: int, length: int, hidden: int, *, has_others: bool = False
+) -> tuple[BlockSpec, BlockSpec]:
+    """Return the embedding and the language head of a model of texts.
+
+    Args:
+        has_others: images or sounds are put between the words, for which all of them must be there.
+    """
+    tokens = length * hidden
     table = BlockSpec(
         name="embedding",
         output=(length, hidden),
@@ -402,19 +409,20 @@ def _words(vocabulary: int, length: int, hidden: int) -> tuple[BlockSpec, BlockS
             counts=(vocabulary,),
             parameters=vocabulary * hidden,
             saved=0,
-            forward_sums=(length * hidden,),
-            backward_sums=(),
+            scattered=() if has_others else (tokens,),
+            forward_sums=(tokens,) if has_others else (),
         ),
     )
     # The head is tied to the embedding: its weight is held and reduced there as well.
-    # By words: the loss sums a maximum, a sum and the label's score of each token; the input's gradient is summed.
+    # By words: the loss takes each token's largest score, and sums its scores and the label's; the input is gathered.
     by_words = Divided(
         counts=(vocabulary,),
         parameters=hidden * vocabulary + vocabulary,
-        saved=length * vocabulary,
-        forward_sums=(3 * length,),
-        backward_sums=(length * hidden,),
-        beside=length * hidden * vocabulary,
+        saved=tokens + length * vocabulary,
+        gathered=(tokens,),
+        forward_sums=(length, 2 * length),
+        begun_whole=tokens,
+        beside=tokens * vocabulary,
     )
     return table, dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
 
@@ -452,7 +460,7 @@ def multimodal(
     encoders = {"vision": (vision_layers, patches, vision_hidden, vision_heads)}
     if audio_layers > 1:
         encoders["audio"] = audio_layers, frames, audio_hidden, audio_hidden // 80
-    table, head = _words(vocabulary, length, hidden)
+    table, head = _words(vocabulary, length, hidden, has_others=True)
     text = transformer_layers(
         "layers", layers, length=length, hidden=hidden, heads=heads, inner=inner, granularity=granularity
     )

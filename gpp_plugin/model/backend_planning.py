@@ -485,7 +485,9 @@ def _shares_within(
         stages=tuple(
             dataclasses.replace(plan.stages[index], blocks=blocks, memory=None) for index, blocks in parts
         ),
-        edges=stage_edges(graph, [blocks for _, blocks in parts]),
+        edges=stage_edges(
+            graph, [blocks for _, blocks in parts], [plan.stages[index].context for index, _ in parts]
+        ),
         memory=(),
     )
     sending = {edge.src for edge in standalone.edges}

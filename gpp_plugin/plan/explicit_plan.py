@@ -298,9 +298,10 @@ def _explain_memory(stages: Sequence[FixedStage], rules: BatchRules) -> None:
             else f"it computes whole loss units of {rules.loss_unit}, so {unit} at a time"
         )
         requested_size = f" of {stage.micro_batch_size}" if stage.micro_batch_size is not None else ""
+        grid = f"{stage.degree} x {stage.context * stage.tensor}"
         raise PlanInfeasible(
-            f"stage {stage.name!r} on {stage.degree} x {stage.context * stage.tensor} ranks has no micro-batch "
-            f"size{requested_size} for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
+            f"stage {stage.name!r} on {grid} ranks has no micro-batch size{requested_size} "
+            f"for a mini-batch of {rules.mini_batch}: {why}; change its ranks or sizes"
         )
     raise PlanInfeasible(
         f"no micro-batch size suits all stages of a mini-batch of {rules.mini_batch} with loss units of "
@@ -460,7 +461,7 @@ def _refit(plan: PipelinePlan, request: PlanRequest) -> PipelinePlan:
     reckoned = {(edge.src, edge.dst): (edge.message_us, edge.gradient_us) for edge in plan.edges}
     edges = [
         dataclasses.replace(edge, message_us=there, gradient_us=back)
-        for edge in stage_edges(graph, [stage.blocks for stage in stages], costs=costs)
+        for edge in stage_edges(graph, [s.blocks for s in stages], [s.context for s in stages], costs=costs)
         for there, back in [reckoned.get((edge.src, edge.dst), (0.0, 0.0))]
     ]
     fitted = dataclasses.replace(

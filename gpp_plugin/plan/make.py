@@ -132,7 +132,7 @@ def build_plan(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
         stages=tuple(stages),
-        edges=stage_edges(graph, [stage.blocks for stage in stages], costs=costs),
+        edges=stage_edges(graph, [s.blocks for s in stages], [s.context for s in stages], costs=costs),
         notes=tuple(notes),
         losses=yielding,
         zero_stage=request.zero_stage,
@@ -270,36 +270,54 @@ def _raise_for_successors(plan: PipelinePlan, counts: list[int]) -> None:
 
 
 def stage_edges(
-    graph: BlockGraph, groups: Sequence[Sequence[str]], *, costs: CostModel | None = None
+    graph: BlockGraph,
+    groups: Sequence[Sequence[str]],
+    contexts: Sequence[int] | None = None,
+    *,
+    costs: CostModel | None = None,
 ) -> tuple[StageEdge, ...]:
     """Return the edges between groups of blocks: every tensor once per pair of stages.
 
-    One edge a pair, or, where tensor ranks hold some of its tensors as shards, one for each way they are held.
+    One edge a pair, or, where ranks of the same samples hold some of its tensors in parts, one for each way they are
+    held.
 
     Args:
+        contexts: context-parallel sizes of the stages; None: 1 each.
         costs: of the same graph; remembers edges from call to call.
     """
+    # Of a chain a -> b -> c of context sizes 2, 1, 4 whose tensors have their positions along axis 1, a sends parts
+    # along axis 1 to b, which has the whole (None), and b sends the whole to c, which takes parts of it.
     stage_of = {block: i for i, blocks in enumerate(groups) for block in blocks}
+    sizes = contexts if contexts is not None and max(contexts, default=1) > 1 else [1] * len(groups)
+    divisible = {each.block: each.degrees for each in graph.context}
     between: dict[tuple[int, int, _Axes], dict[str, None]] = {}
     for edge in graph.edges:
         src, dst = stage_of[edge.src], stage_of[edge.dst]
-        if src != dst:
+        if src == dst:
+            continue
+        for name in edge.tensors:
             axes = (edge.src_shard_axis, edge.dst_shard_axis)
-            between.setdefault((src, dst, axes), {}).update(dict.fromkeys(edge.tensors))
+            axis = graph.position_axes.get(name)
+            if axis is not None:
+                # what a block makes that this size does not divide is whole; a consumer holds all alike
+                is_cut = sizes[src] > 1 and sizes[src] in divisible.get(edge.src, ())
+                axes = (axis if is_cut else None, axis if sizes[dst] > 1 else None)
+            between.setdefault((src, dst, axes), {})[name] = None
     known = costs.edge_cache if costs is not None else {}
     edges = []
     for src, dst, axes in sorted(between, key=lambda k: (k[0], k[1], [-1 if a is None else a for a in k[2]])):
         tensors = tuple(between[src, dst, axes])
         key = src, dst, tensors
-        if key not in known:
+        found = known.get(key)
+        if found is None or (found.src_shard_axis, found.dst_shard_axis) != axes:
             # Stages change their numbers more often than what passes between them changes.
             same = known.get((0, 0, tensors))
             if same is None:
                 same = known[0, 0, tensors] = _edge_of(graph, tensors)
-            known[key] = dataclasses.replace(
+            found = known[key] = dataclasses.replace(
                 same, src=src, dst=dst, src_shard_axis=axes[0], dst_shard_axis=axes[1]
             )
-        edges.append(known[key])
+        edges.append(found)
     return tuple(edges)
 
 

@@ -14,13 +14,14 @@ from typing import Any
 
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError, ScheduleError, first_line
-from gpp_plugin.ir.plan import PipelinePlan, Stage, check_grid, cost_key, forward_only_stages
+from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import check_leaves, from_envelope, load, save
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.checks.order_check import check_grid
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.program_sets import joined_windows
@@ -268,18 +269,23 @@ def _check_tensors(plan: PipelinePlan) -> None:
 
 
 def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[TensorSpec]) -> None:
-    """Refuse shards that are not equal, or lie along the samples' axis.
+    """Refuse tensor ranks' shards that are not equal, and parts along no axis or the samples'.
 
     Args:
-        edge: its name; ``stage``: the one that holds ``tensors`` as shards along ``axis``.
+        edge: its name; ``stage``: the one that holds ``tensors`` in parts along ``axis``.
 
     Raises:
         PlanError: it names the tensor.
     """
-    if axis is None or stage.tensor == 1:
+    if axis is None or stage.model_parallel == 1:
         return
     for spec in tensors:
-        if not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor:
+        if stage.context > 1 and not 0 <= axis < len(spec.shape):
+            raise PlanError(
+                f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape {spec.shape} in {stage.context} parts "
+                f"along axis {axis}, which it does not have; plan again"
+            )
+        if stage.context == 1 and (not 0 <= axis < len(spec.shape) or spec.shape[axis] % stage.tensor):
             raise PlanError(
                 f"edge {edge}: stage {stage.name!r} holds {spec.name!r} of shape "
                 f"{spec.shape} as {stage.tensor} shards along axis {axis}, which do not divide it; pad it, or "
@@ -288,7 +294,7 @@ def check_shards(edge: str, stage: Stage, axis: int | None, tensors: Iterable[Te
         if spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == axis:
             raise PlanError(
                 f"edge {edge}: axis {axis} of {spec.name!r} holds the samples, which data "
-                "positions share out; shard another axis over tensor ranks"
+                "positions share out; cut another axis for ranks of the same samples"
             )
 
 

@@ -501,9 +501,7 @@ def _size_rules(axis: Axis, request: PlanRequest) -> _SizeRules:
 
 def _positions(graph: BlockGraph) -> dict[str, int]:
     """Return by tensor that context ranks have in parts, and that blocks send each other, how many positions it has."""
-    # [samples, positions, features], or of a packed tower [positions, features]
-    names = [name for each in graph.context for name in each.cut_results if name in graph.tensors]
-    return {name: (shape := graph.tensors[name].shape)[1 if len(shape) > 2 else 0] for name in names}
+    return {name: graph.tensors[name].shape[axis] for name, axis in graph.position_axes.items()}
 
 
 def _wanted_sizes(axis: Axis, request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:

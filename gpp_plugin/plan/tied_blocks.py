@@ -134,7 +134,7 @@ def parted(plan: PipelinePlan, request: PlanRequest, joined: JoinedBlocks) -> Pi
             for stage, name, group in zip(plan.stages, names, groups, strict=True)
         ),
         losses=tuple(names[index] for index in plan.loss_stages()) if plan.losses else (),
-        edges=stage_edges(request.graph, groups, costs=costs),
+        edges=stage_edges(request.graph, groups, [s.context for s in plan.stages], costs=costs),
         notes=(*plan.notes, note),
     )
 

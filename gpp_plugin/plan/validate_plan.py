@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from gpp_plugin.config.key_names import name_of, setting_of
+from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
@@ -52,7 +52,7 @@ def validate_plan(
     if cluster is not None and plan.num_ranks > len(cluster.devices):
         raise PlanError(f"the plan uses {plan.num_ranks} ranks; {cluster.name!r} has {len(cluster.devices)}")
     _check_coupled(plan, graph)
-    _check_tensor_sizes(plan, graph)
+    _check_sizes(plan, graph)
     _check_edges(plan, graph)
     if profile is None:
         return
@@ -123,37 +123,48 @@ def _check_coupled(plan: PipelinePlan, graph: BlockGraph) -> None:
             )
 
 
-def _check_tensor_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
-    """Refuse tensor sizes that the blocks of the graph cannot have; explicit stages have rules of their own."""
-    degrees = {each.block: each.degrees for each in graph.sharding}
-    for stage in plan.stages if degrees else ():
-        if stage.tensor == 1:
-            continue
-        own = [name for name in stage.blocks if degrees.get(name)]
-        if not own:
-            raise PlanError(
-                f"stage {stage.name!r} has a tensor size of {stage.tensor} and none of its blocks can be divided; plan "
-                f"again with {setting_of('tensor_parallel', 1)} for it"
-            )
-        if not any(stage.tensor in degrees[name] for name in own):
-            raise PlanError(
-                f"stage {stage.name!r}: a tensor size of {stage.tensor} does not divide block {own[0]!r}, which can "
-                f"be divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
-            )
+def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
+    """Refuse context and tensor sizes that blocks of the graph cannot have; explicit stages have rules of their own."""
+    for axis, divisions in (("tensor", graph.sharding), ("context", graph.context)):
+        degrees = {each.block: each.degrees for each in divisions}
+        for stage in plan.stages if degrees else ():
+            size = getattr(stage, axis)
+            if size == 1:
+                continue
+            own = [name for name in stage.blocks if degrees.get(name)]
+            if not own:
+                raise PlanError(
+                    f"stage {stage.name!r} has a {axis} size of {size} and none of its blocks can be divided; plan "
+                    f"again with a {axis} size of 1 for it"
+                )
+            if not any(size in degrees[name] for name in own):
+                raise PlanError(
+                    f"stage {stage.name!r}: a {axis} size of {size} does not divide block {own[0]!r}, which can be "
+                    f"divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
+                )
 
 
 def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
     stage_of = {block: i for i, stage in enumerate(plan.stages) for block in stage.blocks}
+    cutting = {(each.block, size) for each in graph.context for size in each.degrees}
     expected: dict[_EdgeKey, set[str]] = {}
     for block_edge in graph.edges:
         ends = stage_of[block_edge.src], stage_of[block_edge.dst]
-        if ends[0] != ends[1]:
+        src, dst = plan.stages[ends[0]], plan.stages[ends[1]]
+        for tensor in block_edge.tensors if src is not dst else ():
             key = (*ends, block_edge.src_shard_axis, block_edge.dst_shard_axis)
-            expected.setdefault(key, set()).update(block_edge.tensors)
+            if tensor in graph.position_axes:
+                axis = graph.position_axes[tensor]
+                has_parts = (block_edge.src, src.context) in cutting, dst.context > 1
+                key = (*ends, axis if has_parts[0] else None, axis if has_parts[1] else None)
+            expected.setdefault(key, set()).add(tensor)
     found = {(edge.src, edge.dst, edge.src_shard_axis, edge.dst_shard_axis): edge for edge in plan.edges}
     if set(found) != set(expected):
         names = sorted((plan.stages[k[0]].name, plan.stages[k[1]].name) for k in set(found) ^ set(expected))
-        raise PlanError(f"the plan's edges differ from the model's between stages {names}")
+        raise PlanError(
+            f"the plan's edges differ from the model's between stages {names}, in what they send or the axes of its "
+            "parts; plan again"
+        )
     for key, edge in found.items():
         src, dst = plan.stages[key[0]], plan.stages[key[1]]
         tensors = {name: graph.tensors[name] for name in expected[key]}

@@ -174,9 +174,7 @@ def message_memory_bytes(plan: PipelinePlan, settings: RehearsalSettings) -> flo
             # the same tensor again and again. Two stages of 1 rank, 10 MB a micro-batch, in flight 2 and 1:
             # 10 * (1 + 1) where it is made and 10 * (1 + 1) where it is used, 40 MB.
             held = stage.in_flight if index == edge.dst else 1
-            # shards are of context positions where there are such, whole on the tensor ranks of each
-            parted = 1 if shard_axis is None else stage.context if stage.context > 1 else stage.tensor
-            copies = len(stage.ranks) / parted
+            copies = len(stage.ranks) / stage.num_parts(shard_axis)
             total += one * copies * (held + 1)  # the one more: its gradients
     reduced = sum(stage.gradient_bytes * len(stage.ranks) for stage in plan.stages if stage.num_replicas > 1)
     return total + reduced * settings.scale_bytes

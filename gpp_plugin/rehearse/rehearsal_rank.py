@@ -79,6 +79,7 @@ class EmulatedCompute:
     matters to a message. Ranks of the same samples begin each task together, as their collectives make them.
 
     Args:
+        rank: one of the stage's; what it holds of tensors in parts differs from rank to rank.
         specs: every tensor on the plan's edges.
         gradients: which of them have gradients that this rank receives and sends.
         task_us: microseconds of the stage's tasks.
@@ -92,6 +93,7 @@ class EmulatedCompute:
         plan: PipelinePlan,
         stage: int,
         *,
+        rank: int,
         specs: Mapping[str, TensorSpec],
         gradients: BoundaryGradients,
         task_us: TaskMicroseconds,
@@ -116,7 +118,7 @@ class EmulatedCompute:
         self._collectives = torch.zeros(1, device=device)
         self._last_backward, self._reduces_in = last_backward, reduces_in
         own = plan.stages[stage]
-        # The axis along which a stage's tensor ranks hold shards of a tensor; the two ends of an
+        # The axis along which a stage's ranks hold parts of a tensor; the two ends of an
         # edge may differ in it.
         axes = {
             name: edge.src_shard_axis if edge.src == stage else edge.dst_shard_axis
@@ -447,6 +449,7 @@ def _make_compute(
     return EmulatedCompute(
         plan,
         program.stage,
+        rank=program.rank,
         specs=specs,
         gradients=boundary_gradients(program, plan, specs),
         task_us=lambda kind, half, micro_batch: read(

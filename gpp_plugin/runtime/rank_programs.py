@@ -199,7 +199,8 @@ def evaluation_plan(
         dataclasses.replace(stage, blocks=tuple(blocks), in_flight=1)
         for stage, blocks in zip(plan.stages, groups, strict=True)
     )
-    return dataclasses.replace(plan, graph=graph.fingerprint, stages=stages, edges=stage_edges(graph, groups))
+    edges = stage_edges(graph, groups, [stage.context for stage in stages])
+    return dataclasses.replace(plan, graph=graph.fingerprint, stages=stages, edges=edges)
 
 
 def match_blocks(

@@ -40,6 +40,7 @@ from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.find_regions import as_linear, bias_of
 from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import ADDED
+from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.ir.analysis import SequencePart, ShardedRegion, TensorShard, sequence_in, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.runtime.tensor_ranks import (
@@ -184,7 +185,7 @@ class _Writer:
             if self._gathered_by.get(node, -1) is None:
                 part = self._sequence[node.name]
                 made = gathered(self._ranks, part.axis)
-                args = (copy, node.meta["val"].shape[part.axis])
+                args = (copy, argument_of(node.meta["val"].shape[part.axis]))
                 self._whole[node] = self._add(made, args, node, f"tensor_{node.name}_whole", node)
         return self._graph
 
@@ -287,7 +288,7 @@ class _Writer:
         axis, length = 0, None
         if positions is not None:
             axis = self._sequence[positions.name].axis
-            length = positions.meta["val"].shape[axis]
+            length = argument_of(positions.meta["val"].shape[axis])
         columns, is_flat = tuple(f.columns for f in linears), positions not in (None, source)
         target = shared(self._ranks, columns, axis=axis, is_flat=is_flat)
         made = self._add(target, (copy, length, *given), beside, f"{base}_sharing", None)

@@ -240,7 +240,7 @@ class UnitPatterns:
                 dataclasses.replace(s, blocks=tuple(b), memory=_memory_of(s, base, reference))
                 for s, b in zip(plan.stages, groups, strict=True)
             ),
-            edges=stage_edges(graph, groups),
+            edges=stage_edges(graph, groups, [stage.context for stage in plan.stages]),
         )
         results, known = reference.analysis.op_graph, base.analysis.op_graph
         _check_results(plan, groups, reference, base)

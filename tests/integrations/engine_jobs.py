@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpp_plugin.runtime.ranks.job_board import job_board
+from gpp_plugin.runtime.tensor_ranks import own_part, parameter_shards
 from tests.models import build
 from tests.reference import ReferenceRun, gradient_errors
 from tests.runtime.odd_models import build_odd
@@ -65,6 +66,21 @@ def check_training(answers: Sequence[dict[str, Any]], reference: ReferenceRun, *
         assert max(errors.values(), default=0.0) < most, errors
         covered |= set(answer["gradients"])
     assert covered == set(reference.gradients)
+
+
+def shards_of(engine: Any) -> dict[str, Any]:
+    """Return what this rank holds in parts, by name: how it is cut, its position, and the number of ranks."""
+    reference = engine._rank_runner.reference
+    found = {}
+    for index in engine.rank_engine.indices:
+        stage = engine._plan.stages[index]
+        for name, shard in parameter_shards(reference, engine._plan, index).items():
+            found[name] = (shard, stage.position(engine.global_rank)[1], stage.tensor)
+    return found
+
+
+def part_of(whole: Tensor, how: Any) -> Tensor:
+    return whole if how is None else own_part(whole, *how)
 
 
 def said_of(action: Callable[[], Any]) -> str:

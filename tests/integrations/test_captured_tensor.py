@@ -15,10 +15,18 @@ from gpp_plugin.runtime.tensor_ranks import (
     GRADIENT_PARTS,
     PARTS,
     RESULT,
-    own_part,
-    parameter_shards,
 )
-from tests.integrations.engine_jobs import B, U, config_of, make_engine, said_of, steps, steps_and_gradients
+from tests.integrations.engine_jobs import (
+    B,
+    U,
+    config_of,
+    make_engine,
+    part_of,
+    said_of,
+    shards_of,
+    steps,
+    steps_and_gradients,
+)
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import ReferenceRun, gradient_errors, train_reference
@@ -29,21 +37,6 @@ STEPS = 5
 
 def config(block: dict[str, Any], *, zero: int = 0, clipping: float = 0.0) -> dict[str, Any]:
     return config_of(zero_optimization={"stage": zero}, gradient_clipping=clipping, block=block)
-
-
-def shards_of(engine: Any) -> dict[str, Any]:
-    """Return what this rank holds in parts, by name: how it is cut, its position, and the number of ranks."""
-    reference = engine._rank_runner.reference
-    found = {}
-    for index in engine.rank_engine.indices:
-        stage = engine._plan.stages[index]
-        for name, shard in parameter_shards(reference, engine._plan, index).items():
-            found[name] = (shard, stage.position(engine.global_rank)[1], stage.tensor)
-    return found
-
-
-def part_of(whole: Tensor, how: Any) -> Tensor:
-    return whole if how is None else own_part(whole, *how)
 
 
 def train_all(cases: dict[str, Any], directory: str) -> dict[str, Any]:
@@ -144,6 +137,21 @@ def go_on(directory: str) -> dict[str, list[float]]:
     return answers
 
 
+def train_dropping(runs: dict[str, tuple[dict[str, Any], int]], directory: str) -> dict[str, Any]:
+    """Train each run, (block, seed), on the same mini-batches; its losses, gradients and weights."""
+    found = {}
+    for run, (block, seed) in runs.items():
+        model, make_batch = build("gpt2", layers=1, dropout=0.2)
+        torch.manual_seed(seed)
+        batches = [make_batch(B, of) for of in range(2)]
+        engine = make_engine(model, batches[0], config({**block, "profile_dir": f"{directory}/profiles"}))
+        losses, gradients = steps_and_gradients(engine, batches)
+        weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+        found[run] = {"losses": losses, "gradients": gradients, "weights": weights}
+        engine.destroy()
+    return found
+
+
 class Pair(nn.Module):
     def __init__(self, *, sums: bool) -> None:
         super().__init__()
@@ -225,6 +233,7 @@ ALL_CASES = {
     "clip, four and two tensor ranks": (6, ("clip", BRANCHES, {"zero": 1, "clipping": 0.0})),
     "t5, four tensor ranks": _case("t5", 4, tensor=4, clipping=CLIPPING, memory=FULL),
     "gpt2, three stages": _case("gpt2", 6, stages=3, zero=1, clipping=CLIPPING),
+    "llama, gradients in parts twice": _case("llama", 4, zero=2, clipping=CLIPPING),
 }
 CASES = dict(some(ALL_CASES.items(), every=6))
 
@@ -317,6 +326,24 @@ def test_checkpoints_are_cut_anew_for_other_tensor_sizes(tmp_path):
         assert answer["same"] == answer["first"]
         assert answer["whole"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_dropout_on_parts_repeats_bit_by_bit_and_when_forwards_run_again(tmp_path):
+    """Residuals and the embedding drop at each rank's positions, attention in each rank's heads."""
+    runs = {
+        "once": (TWO, 1),
+        "again": (TWO, 1),
+        "recomputed": ({**TWO, "memory": FULL}, 1),
+        "other": (TWO, 2),
+    }
+    for answer in run_kept_ranks(train_dropping, 2, runs, str(tmp_path)):
+        once = answer["once"]
+        for run in ("again", "recomputed"):
+            assert answer[run]["losses"] == once["losses"]
+            for held in ("gradients", "weights"):
+                assert once[held] and answer[run][held].keys() == once[held].keys()
+                assert all(torch.equal(answer[run][held][n], once[held][n]) for n in once[held])
+        assert all(a != b for a, b in zip(answer["other"]["losses"], once["losses"], strict=True))
 
 
 def test_evaluation_has_what_lies_inside_of_a_region_and_what_cannot_be_shared_out_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from tests.integrations.engine_jobs import config_of, logged, make_engine, steps_and_gradients
+from tests.integrations.engine_jobs import (
+    config_of,
+    logged,
+    make_engine,
+    part_of,
+    shards_of,
+    steps_and_gradients,
+)
 from tests.models import build
 from tests.reference import ReferenceRun, gradient_errors, train_reference
 
@@ -125,30 +133,41 @@ def own_steps(engine: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses + [float(engine.train_batch()) for _ in range(2)], gradients
 
 
-def train_counts(counts: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process."""
+def train_counts(
+    counts: Sequence[Sequence[int]], block: dict[str, Any], name: str = "gpt2", shorter: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Train on a mini-batch for each list of numbers of samples, of other lengths each; compare with one process.
+
+    Args:
+        shorter: tokens that each unit of a mini-batch lacks beside; none by default.
+    """
     torch.manual_seed(0)
-    model, make_batch = build("gpt2", layers=1)
+    model, make_batch = build(name, layers=1)
     plain = copy.deepcopy(model)
-    config = config_of(block={"units": len(counts[0]), "stages": 2}, train_batch_size="auto")
+    config = config_of(block={"units": len(counts[0]), **block}, train_batch_size="auto")
     engine = make_engine(model, make_batch(4, 9), config)
     steps = [
         [
-            {key: value[:, : value.shape[1] - step].contiguous() for key, value in make_batch(n, 7 * step + n).items()}
-            for n in of_step
+            {key: value[:, : value.shape[1] - step - less].contiguous() for key, value in make_batch(n, 7 * step + n).items()}
+            for n, less in zip(of_step, shorter or [0] * len(of_step), strict=True)
         ]
         for step, of_step in enumerate(counts)
     ]  # fmt: skip
     engine.retain_gradients()
-    with mock.patch.object(torch.export, "export", wraps=torch.export.export) as export:
+    with (
+        mock.patch.object(torch.export, "export", wraps=torch.export.export) as export,
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", "Raw SymInt")  # a graph that has torch's symbols among its arguments
         losses = [float(engine.train_batch(iter(steps[0])))]
         gradients, after_first = dict(engine.gradients), export.call_count
         losses += [float(engine.train_batch(iter(units))) for units in steps[1:]]
-    reference = train_reference(plain, steps)
+    reference, shards = train_reference(plain, steps), shards_of(engine)
+    own = {name: part_of(reference.gradients[name], shards.get(name)) for name in gradients}
     return {
         "losses": losses,
         "wanted": reference.losses,
-        "errors": gradient_errors(gradients, reference.gradients),
+        "errors": gradient_errors(gradients, own),
         "exports": (after_first, export.call_count - after_first),
     }
 

@@ -3,12 +3,17 @@
 import pytest
 import torch
 
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model
 from gpp_plugin.compare.compared_models import MODULES, make_batch
 from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import BlockSharding
 from gpp_plugin.ir.serialize import fingerprint
 from gpp_plugin.library.analytic_models import gemm_us, in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import MODELS, build_model
 from gpp_plugin.plan.cluster_files import read_cluster
+from tests.capture.graphs import captured
+from tests.models import TEXT_LENGTH
 
 V100 = read_cluster("summit").devices[0]
 
@@ -139,3 +144,51 @@ def test_parameters_and_blocks_are_those_of_the_analytic_graph(name):
 def test_other_models_need_their_own_batch():
     with pytest.raises(ValueError, match="not a model of this file"):
         make_batch(torch.nn.Linear(1, 1), 2)
+
+
+SENT = [
+    f"{when}_{what}"
+    for what in ("sum_bytes", "sums", "gather_bytes", "gathers")
+    for when in ("forward", "backward")
+] + ["beside_gathers", "beside_gather_bytes"]
+"""Of a `BlockSharding`, what tensor ranks send each other; bytes are of a sample here."""
+
+
+def sent_of(each: BlockSharding, num_samples: int) -> dict[str, float]:
+    return {name: getattr(each, name) / (num_samples if name.endswith("bytes") else 1) for name in SENT}
+
+
+def test_tensor_ranks_divide_what_they_divide_of_the_captured_model():
+    """Begun whole and on parts, gathered for a head that pools: block by block."""
+    sizes = {**SMALL["mmt"], "hidden": 32, "inner": 96, "layers": 3}
+    model = MODULES["mmt"](**sizes)
+    traced = coarsen(capture_model(model, make_batch(model, 3, length=10)))
+    graph = build_model("mmt", **sizes, length=10).graph
+    assert {own.block for own in graph.sharding} == {own.block for own in traced.sharding}
+    for own, right in zip(graph.sharding, traced.sharding, strict=True):
+        assert own.block == right.block and own.degrees == right.degrees == (2,)
+        assert sent_of(own, 1) == sent_of(right, 3)
+        assert own.parameter_bytes == right.parameter_bytes
+        assert own.trainable_bytes == right.trainable_bytes
+        assert own.beside_share == pytest.approx(right.beside_share, rel=1e-6)
+        assert own.flop_share == pytest.approx(right.flop_share, abs=0.01)
+        assert own.saved_share == pytest.approx(right.saved_share, abs=0.05)
+        assert [".layers." in name for name in own.cut_results] == [True] * len(right.cut_results)
+    assert {len(own.cut_results) for own in graph.sharding} == {0, 1}, "the last layer's result is gathered"
+
+
+def test_tensor_ranks_of_texts_send_what_those_of_a_captured_llama_do():
+    traced = coarsen(captured("llama"))
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "inner": 72, "length": TEXT_LENGTH, "vocabulary": 64}
+    graph = build_model("transformer", **sizes).graph
+    own, right = (
+        {name: sum(sent_of(each, of.num_samples)[name] for each in of.sharding) for name in SENT}
+        for of in (graph, traced)
+    )
+    assert own == right
+    assert own["forward_gather_bytes"] == 10 * 4 * TEXT_LENGTH * 32, "embedding, two layers of four, head"
+    images = build_model("multimodal", **sizes, vision_layers=2, vision_hidden=32, patches=4).graph
+    first = {each.block: each for each in images.sharding}
+    assert (first["embedding"].forward_sums, first["embedding"].cut_results) == (1, ())
+    assert (first["layers.0"].backward_sums, first["layers.0"].forward_gathers) == (1, 3)
+    assert first["vision.1"].forward_gathers == 5, "a projector reads the whole"

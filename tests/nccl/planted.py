@@ -38,6 +38,7 @@ from torch import Tensor
 from gpp_benchmarks._emulated_graphs import emulated_plan
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.stage_groups import StageGroups
+from gpp_plugin.ir.analysis import regions_in
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.generation.micro_batches import Turns
@@ -45,12 +46,15 @@ from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.batches import InputLink
 from gpp_plugin.runtime.messages import transport
 from gpp_plugin.runtime.ranks.collectives import Collectives
+from gpp_plugin.runtime.shard_graph import shard_graph
+from gpp_plugin.runtime.stage_module import build_stage_function
+from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part
 from tests.models import build
 from tests.nccl.checker import WaitGraph, ends_serially, points_that_hang, share_queues
 from tests.nccl.coverage_counts import everything
 from tests.nccl.fake_cuda import CUDA, FakeCuda
 from tests.nccl.recording import SAME_GROUPS, Recorded, Run, record, record_ranks
-from tests.runtime.memory_stages import Trainer, make_stage, plan_both, plan_swap
+from tests.runtime.memory_stages import TestStage, Trainer, make_stage, plan_both, plan_swap
 from tests.schedule.plans import chain_plan, on_ranks, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
 from tests.schedule.test_look_ahead import random_frozen_plan
@@ -109,6 +113,56 @@ def _captured(make_plan: Callable[[Any], Any]) -> Recorded:
         cuda.memory.numbers = [*made["gradients"], *made["losses"]]
 
     return _alone(work)
+
+
+def _captured_in_parts() -> Recorded:
+    """Return what the captured code of a small Llama does on two tensor ranks, of parts of the positions between regions."""
+    stages = [
+        in_parts(make_stage("llama", granularity="layer", start=0.4), position) for position in range(2)
+    ]
+
+    def work(cuda: FakeCuda) -> None:
+        stage, ranks = stages[dist.get_rank()]
+        ranks.group = dist.new_group(None)
+        made = Trainer(stage, None, device=CUDA).train()
+        cuda.memory.numbers = [*made["gradients"], *made["losses"]]
+
+    return record_ranks(2, work)
+
+
+def in_parts(stage: TestStage, position: int = 0) -> tuple[TestStage, TensorRanks]:
+    """Return a stage as one of two tensor ranks computes it, and these, who have no group yet."""
+    captured, blocks = stage.captured, [b for b in stage.graph.blocks if b.name in stage.blocks]
+    regions = [
+        r
+        for b in blocks
+        for r in regions_in(captured.analysis.sharding.regions, b.nodes)
+        if r.is_divided_by(2)
+    ]
+    cuts = {shard.name: shard for region in regions for shard in region.parameters}
+    ranks = TensorRanks(stage="s", position=position, size=2, parts=cuts)
+    sharded_graph, added, (loss,) = shard_graph(
+        captured,
+        regions,
+        ranks,
+        [n for b in blocks for n in b.nodes],
+        sequence=captured.analysis.sharding.sequence,
+        outputs=(str(captured.op_graph.loss),),
+    )
+    more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
+    blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
+    nodes = [n for b in blocks for n in b.nodes]
+    function = build_stage_function(sharded_graph, nodes, (loss,))
+    if function.choice is not None:
+        function.choice.use(captured.analysis.unpadded)
+    state = {
+        n: own_part(t.detach(), cuts[n], position, 2).requires_grad_() if n in cuts else t
+        for n, t in stage.state.items()
+    }
+    graph = dataclasses.replace(stage.graph, blocks=tuple(blocks))
+    return dataclasses.replace(
+        stage, captured=sharded_graph, graph=graph, function=function, state=state
+    ), ranks
 
 
 def _leave_rows(cuda: FakeCuda) -> None:
@@ -231,6 +285,7 @@ JOBS: dict[str, Callable[[], Recorded]] = {
         4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
     ),
     "tensor": lambda: record(everything(Run(plan=_tensor_plan(), computes=True))),
+    "positions": _captured_in_parts,
     "generation": lambda: _generate("data", 2),
     "generation of cut caches": lambda: _generate("sequence", 1),
     "rows": lambda: _alone(_leave_rows),
@@ -331,6 +386,13 @@ FAULTS = (
     Fault(f"{_TENSOR}:_Launched.backward", "total, wait", "with torch.cuda.stream(torch.cuda.Stream()): total, wait", job="tensor"),
     Fault(f"{_TENSOR}:_Launched.backward", "return total", "return gradient", job="tensor"),
     Fault(f"{_TENSOR}:_Launched.backward", "ctx.begun.append(wait)", "wait(); ctx.begun.append(lambda: None)", job="tensor", harmless="time: gradients of weights wait for the sum"),
+    Fault(f"{_TENSOR}:TensorRanks._begin_exchange", "finish(work, received, group=group, what=title)", "pass", job="positions"),
+    Fault(f"{_TENSOR}:TensorRanks._begin_exchange", "assert sent.numel() == sum(given)", "pass", job="positions"),
+    Fault(f"{_TENSOR}:TensorRanks.begin_scatter", "wait()\n", "pass\n", job="positions"),
+    Fault(f"{_TENSOR}:TensorRanks.begin_gather", "wait()\n", "pass\n", job="positions"),
+    Fault(f"{_TENSOR}:TensorRanks.own_positions", "self.positions(whole.shape[axis])", "self.positions(whole.shape[axis], 0)", job="positions"),
+    Fault(f"{_TENSOR}:_Scattered.forward", "wait()\n", "pass\n", job="positions"),
+    Fault(f"{_TENSOR}:_Both.backward", "weights.begun = _begin_again(weights)", "pass", job="positions", harmless="time: the gradients of weights wait for the whole"),
     Fault(f"{_TENSOR}:drawn", "return number", "return number.to('cuda').cpu()", job="tensor"),
     Fault("engine.stage_groups:StageGroups.create", "backend=both", "backend=backend", job="tensor"),
     # messages that are staged through the host; generation; saves that are written behind the training

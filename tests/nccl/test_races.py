@@ -14,10 +14,6 @@ from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
-from gpp_plugin.ir.analysis import regions_in
-from gpp_plugin.runtime.shard_graph import shard_graph
-from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, own_part
 from tests.nccl import planted
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
@@ -29,7 +25,6 @@ from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_plans import ahead, with_more_edges, with_units
 from tests.runtime.memory_stages import (
     MemoryPlan,
-    TestStage,
     Trainer,
     chunks,
     make_stage,
@@ -220,7 +215,7 @@ def test_captured_code_under_every_memory_plan(name: str, is_split: bool) -> Non
 @pytest.mark.parametrize(("name", "is_split"), [("gpt2", False), ("llama", True)])
 def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_split: bool) -> None:
     """Sums under way beside what comes back from the host or is made again: no races, and the same numbers."""
-    stage, ranks = in_parts(make_stage(name, granularity="layer", start=0.4))
+    stage, ranks = planted.in_parts(make_stage(name, granularity="layer", start=0.4))
     numbers = []
     for plan in (None, plan_swap(stage), plan_both(stage, 1)):
 
@@ -237,41 +232,6 @@ def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_spl
         )
     for found in numbers[1:]:
         assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
-
-
-def in_parts(stage: TestStage) -> tuple[TestStage, TensorRanks]:
-    """Return a stage as the first of two tensor ranks computes it, and these, who have no group yet."""
-    captured, blocks = stage.captured, [b for b in stage.graph.blocks if b.name in stage.blocks]
-    regions = [
-        r
-        for b in blocks
-        for r in regions_in(captured.analysis.sharding.regions, b.nodes)
-        if r.is_divided_by(2)
-    ]
-    cuts = {shard.name: shard for region in regions for shard in region.parameters}
-    ranks = TensorRanks(stage="s", position=0, size=2, parts=cuts)
-    sharded_graph, added, (loss,) = shard_graph(
-        captured,
-        regions,
-        ranks,
-        [n for b in blocks for n in b.nodes],
-        sequence=captured.analysis.sharding.sequence,
-        outputs=(str(captured.op_graph.loss),),
-    )
-    more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
-    blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
-    nodes = [n for b in blocks for n in b.nodes]
-    function = build_stage_function(sharded_graph, nodes, (loss,))
-    if function.choice is not None:
-        function.choice.use(captured.analysis.unpadded)
-    state = {
-        n: own_part(t.detach(), cuts[n], 0, 2).requires_grad_() if n in cuts else t
-        for n, t in stage.state.items()
-    }
-    graph = dataclasses.replace(stage.graph, blocks=tuple(blocks))
-    return dataclasses.replace(
-        stage, captured=sharded_graph, graph=graph, function=function, state=state
-    ), ranks
 
 
 def computing(run: Run, zero: int = 0) -> Run:

@@ -152,7 +152,7 @@ def _with_sequence_parallel(config: GraphPipelineConfig, plain: Mapping[str, Any
             )
     own, path = config.sequence_parallel, ""
     for key, value in found.items():
-        if value in (None, False, "auto"):
+        if value is None or value is False or value == "auto":
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
             raise ConfigError(f"{key}: {show(value)} is not valid; write a whole number of at least 1")

@@ -254,9 +254,9 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
+        position_axes=position_axes(analysis.sharding, graph.tensors),
         context=context,
         uncut=why_uncut(analysis.sharding, [b for b in graph.blocks if b.name not in cut]),
-        position_axes=position_axes(analysis.sharding, graph.tensors),
         undivided=why_undivided(
             analysis.sharding, [b for b in graph.blocks if b.name not in divided], granularity
         ),

@@ -230,7 +230,13 @@ class ModelSource:
             assert self._planned_with is not None, "rank 0 has planned"
             costs, least, machines = self._planned_with
             fixed = [
-                FixedStage(name=stage.name, blocks=stage.blocks, ranks=stage.ranks, tensor=stage.tensor)
+                FixedStage(
+                    name=stage.name,
+                    blocks=stage.blocks,
+                    ranks=stage.ranks,
+                    tensor=stage.tensor,
+                    context=stage.context,
+                )
                 for stage in plan.stages
             ]
             with with_memory_explained(self._config, machines):

@@ -43,7 +43,9 @@ from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.ir.analysis import SequencePart, ShardedRegion, TensorShard, sequence_in, without_half_cut
 from gpp_plugin.ir.block_graph import OpNode
+from gpp_plugin.runtime.context_ranks import IN_CONTEXT, STANDS_FOR
 from gpp_plugin.runtime.tensor_ranks import (
+    TensorOperator,
     TensorRanks,
     cross_entropy,
     drawn,
@@ -69,6 +71,8 @@ def shard_graph(
     *,
     sequence: Sequence[SequencePart] = (),
     outputs: Sequence[str] = (),
+    context: TensorRanks | None = None,
+    together: TensorRanks | None = None,
 ) -> tuple[CapturedGraph, dict[str, str], tuple[str, ...]]:
     """Return a capture whose regions compute on this rank's parts, what was put in, and where outputs are whole.
 
@@ -79,6 +83,8 @@ def shard_graph(
         own: the operators that the rank computes.
         sequence: those outside of regions that compute on parts of the positions.
         outputs: operators whose results leave the stage.
+        context: the context ranks, of a capture that is cut for one of them.
+        together: all ranks of the same samples, where those are more than the tensor ranks.
 
     A parameter that is held in parts (`TensorRanks.parts`) and that nobody reads so here is joined: an evaluation may
     request a tensor inside of what was a region in training, a unit that lacks inputs has operators of its own. What is
@@ -93,6 +99,7 @@ def shard_graph(
         regions = without_half_cut(regions, fit)
     parts = sequence_in(sequence, own, regions)
     writer = _Writer(captured, regions, ranks, frozenset(own), parts, frozenset(outputs))
+    writer.context, writer.together = context, together or ranks
     graph = writer.write()
     # what of an operator that was put in is read is known of the operators beside it
     added = [OpNode(name=n, target="added", inputs=(), module="", output=None) for n in writer.added]
@@ -123,6 +130,11 @@ class _Writer:
         self._shared = [frozenset(region.shared) for region in regions]
         self._sliced = [{shard.name: shard for shard in region.sliced} for region in regions]
         self._names = {**captured.inputs, **captured.parameters}
+        # what context ranks hold in another way is read, and cut, as what it is made of
+        for node in captured.graph.nodes:
+            if STANDS_FOR in node.meta:
+                source = node.meta[STANDS_FOR]
+                self._names[node.name] = self._names.get(source, source)
         cut = {shard.name for region in regions for shard in region.parameters}
         self._joined = {name: shard for name, shard in (ranks.parts or {}).items() if name not in cut}
         self._own = own
@@ -142,6 +154,8 @@ class _Writer:
             if node.name in self._sequence
         }
         self.added: dict[str, str] = {}
+        self.context: TensorRanks | None = None
+        self.together = ranks
 
     def _region_that_gathers(self, node: fx.Node) -> int | None:
         """Return the only region that reads the whole of an operator's result, which is in parts; None: several do.
@@ -217,14 +231,19 @@ class _Writer:
         target: Any = node.target
         if node.name in self._losses:
             logits: Any = node.args[0]
-            target = cross_entropy(self._ranks, self._first_of(self._results[logits.name]))
+            shard = self._results[self._names.get(logits.name, logits.name)]
+            target = cross_entropy(self._ranks, self._first_of(shard))
+            if isinstance(node.target, TensorOperator) and node.target.around is not None:
+                target = node.target.around(target)
+            shard = None
         if shard is not None:
             args = sizes_of_part(node, shard.axis, self._ranks.size, args)
         if number is not None:
             assert callable(target)
             device = self._captured.device
             is_part = shard is not None or part is not None
-            target = seeded(target, self._ranks, device, place=place, is_part=is_part)
+            context = self.context if IN_CONTEXT in node.meta else None
+            target = seeded(target, self._ranks, device, place=place, is_part=is_part, context=context)
             args = (number, *args)
         if node in self._of_weights:
             place = next(i for i, each in enumerate(node.args) if str(each) not in self._captured.parameters)
@@ -381,7 +400,7 @@ class _Writer:
 
     def _drawn(self, reader: fx.Node) -> fx.Node:
         if self._number is None:
-            self._number = self._add(drawn(self._ranks), (), reader, "tensor_drawn", None)
+            self._number = self._add(drawn(self.together), (), reader, "tensor_drawn", None)
         return self._number
 
     def _summed(self, node: fx.Node, operand: Any) -> fx.Node:

@@ -120,25 +120,29 @@ RESULT, GRADIENT = "the result of a region", "the gradient of what a region read
 """What is summed."""
 PARTS, GRADIENT_PARTS = "a cut along positions", "the gradient of a cut along positions"
 """What is put in parts, or is made whole of them, in forwards and in backwards."""
+EXCHANGED, GRADIENT_EXCHANGED = "a change between positions and heads", "the gradient of such a change"
+"""What is cut along one axis before, and along another one behind."""
 _SEEDS = 1 << 48
-_NEXT_OPERATOR, _NEXT_POSITION = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+_NEXT_OPERATOR, _NEXT_POSITION, _NEXT_CONTEXT = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
 """Large odd numbers: seeds of neighbouring operators and positions lie far from each other."""
 
 
 @dataclass(slots=True, kw_only=True)
 class TensorRanks:
-    """A stage's tensor ranks of one data position, as one of them sees them.
+    """Ranks of a stage that compute the same samples together, as one of them sees them.
 
     Args:
         position, size: of this rank, and how many there are.
+        kind: ``tensor`` ranks, ``context`` ranks, or both (``model``).
         group: theirs; None until the job's groups are made.
         parts: how the stage's parameters are cut, as it holds them; None until it does.
-        sent_bytes: of `RESULT` and `GRADIENT`, the bytes of the tensors that have been summed so far.
+        sent_bytes: of `RESULT` and the like, the bytes of the whole tensors that have been sent so far.
     """
 
     stage: str
     position: int
     size: int
+    kind: str = "tensor"
     group: dist.ProcessGroup | int | None = None
     parts: Mapping[str, TensorShard] | None = None
     sent_bytes: dict[str, int] = field(default_factory=dict)
@@ -157,7 +161,7 @@ class TensorRanks:
     def _summand(self, tensor: Tensor, what: str) -> tuple[Tensor, dict[str, Any]]:
         assert self.group is not None, "the groups of a job are made before it runs"
         self.sent_bytes[what] = self.sent_bytes.get(what, 0) + tensor.nbytes
-        title = f"{what} over the tensor ranks of stage {self.stage!r}"
+        title = f"{what} over the {self.kind} ranks of stage {self.stage!r}"
         return tensor.clone(memory_format=torch.contiguous_format), {"group": self.group, "what": title}
 
     def positions(self, length: int, position: int | None = None) -> tuple[int, int]:
@@ -207,6 +211,33 @@ class TensorRanks:
 
         return whole
 
+    def begin_exchange(
+        self, part: Tensor, axes: tuple[int, int], length: int, what: str
+    ) -> Callable[[], Tensor]:
+        """Begin to change the axis along which a tensor is cut; return what waits for it.
+
+        Args:
+            axes: the old one, of which this rank has its part of ``length``, and the new one.
+        """
+        # [2, 5, 4, 8] of 5 positions and 4 heads on two ranks: rank 1 has [2, 3, 4, 8], sends rank 0 heads 0 and 1 of
+        # these, receives heads 2 and 3 of the positions 0 and 1, and has [2, 5, 2, 8]
+        old, new = axes
+        pieces = [part.narrow(new, *self.positions(part.shape[new], rank)) for rank in range(self.size)]
+        shapes = []
+        for rank in range(self.size):
+            shape = list(pieces[self.position].shape)
+            shape[old] = self.positions(length, rank)[1]
+            shapes.append(shape)
+        rest = math.prod(size for axis, size in enumerate(part.shape) if axis != old)
+        received, wait = self._begin_exchange(pieces, shapes, part.element_size() * rest * length, what)
+
+        def changed() -> Tensor:
+            wait()
+            found = received.split([math.prod(shape) for shape in shapes])
+            return torch.cat([p.view(shape) for p, shape in zip(found, shapes, strict=True)], old)
+
+        return changed
+
     def _begin_exchange(
         self, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], num_bytes: int, what: str
     ) -> tuple[Tensor, Callable[[], None]]:
@@ -216,7 +247,7 @@ class TensorRanks:
         sent = torch.cat([piece.reshape(-1) for piece in pieces])
         sizes = [math.prod(shape) for shape in shapes]
         received = sent.new_empty(sum(sizes))
-        title = f"{what} over the tensor ranks of stage {self.stage!r}"
+        title = f"{what} over the {self.kind} ranks of stage {self.stage!r}"
         given = [piece.numel() for piece in pieces]
         group = self.group
         work = dist.all_to_all_single(received, sent, sizes, given, group=group, async_op=True)
@@ -239,23 +270,34 @@ class TensorRanks:
 
 
 class TensorLinks:
-    """The tensor ranks of this rank's stages, by stage and ranks; code is made before there are process groups."""
+    """The ranks that compute a stage's samples with this one; code is made before there are process groups."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._known: dict[tuple[str, tuple[int, ...]], TensorRanks] = {}
+        self._known: dict[tuple[str, str, tuple[int, ...]], TensorRanks] = {}
 
-    def of(self, stage: Stage) -> TensorRanks:
-        """Return the ranks that compute the same samples of a stage as this one."""
-        data_position, position = stage.position(self._rank)
-        key = stage.name, stage.tensor_ranks(data_position)
+    def of(self, stage: Stage, kind: str = "tensor") -> TensorRanks:
+        """Return the ranks with this one's positions (``tensor``), its shards (``context``), or all (``model``)."""
+        data_position, place = stage.position(self._rank)
+        context, position = divmod(place, stage.tensor)
+        ranks = {
+            "tensor": stage.tensor_ranks(data_position, context),
+            "context": stage.context_ranks(data_position, position),
+            "model": stage.model_ranks(data_position),
+        }[kind]
+        key = stage.name, kind, ranks
         if key not in self._known:
-            self._known[key] = TensorRanks(stage=stage.name, position=position, size=stage.tensor)
+            own = ranks.index(self._rank)
+            self._known[key] = TensorRanks(stage=stage.name, position=own, size=len(ranks), kind=kind)
         return self._known[key]
 
-    def join(self, stage: Stage, group: dist.ProcessGroup | int, parts: Mapping[str, TensorShard]) -> None:
-        """Let the code of a stage use this group, and parameters as they are held, from now on."""
-        self.of(stage).group, self.of(stage).parts = group, parts
+    def join(
+        self, stage: Stage, groups: Mapping[str, dist.ProcessGroup | int], parts: Mapping[str, TensorShard]
+    ) -> None:
+        """Let the code of a stage use these groups, by kind, and parameters as they are held, from now on."""
+        for kind, group in groups.items():
+            self.of(stage, kind).group = group
+        self.of(stage).parts = parts
 
 
 # What is shared: a sum that computing does not wait for. A linear operator's own autograd makes the gradients of input
@@ -448,15 +490,24 @@ class _Joined(torch.autograd.Function):
 
 
 class TensorOperator:
-    """An operator of generated code on tensor ranks: the target of a graph's node.
+    """An operator of generated code on tensor or context ranks: the target of a graph's node.
 
     Args:
         title: how generated code calls it.
+        around: makes the same around another operator, of one that is made around one.
     """
 
-    def __init__(self, title: str, call: Callable[..., Any], *, is_random: bool = False) -> None:
+    def __init__(
+        self,
+        title: str,
+        call: Callable[..., Any],
+        *,
+        is_random: bool = False,
+        around: Callable[[Callable[..., Any]], TensorOperator] | None = None,
+    ) -> None:
         self.__name__ = title
         self._call = call
+        self.around = around
         self.tags = (torch.Tag.nondeterministic_seeded,) if is_random else ()
 
     def __str__(self) -> str:
@@ -559,17 +610,25 @@ def drawn(ranks: TensorRanks) -> TensorOperator:
 
 
 def seeded(
-    call: Callable[..., Any], ranks: TensorRanks, device: torch.device, *, place: int, is_part: bool
+    call: Callable[..., Any],
+    ranks: TensorRanks,
+    device: torch.device,
+    *,
+    place: int,
+    is_part: bool,
+    context: TensorRanks | None = None,
 ) -> TensorOperator:
     """Return an operator that draws by the number of its forward, which is its first argument.
 
     Args:
         place: of the operator in the code.
         is_part: its result is a part: each rank drops other elements.
+        context: the context ranks, if its result is a part of theirs.
     """
     # Dropout of hidden states: the same seed on all ranks. Of attention's heads: one for each position, so that heads 0
     # and 2, of ranks 0 and 1, do not drop the same. The next operator of the forward draws differently from both.
     distance = place * _NEXT_OPERATOR + (ranks.position + 1) * _NEXT_POSITION * is_part
+    distance += 0 if context is None else (context.position + 1) * _NEXT_CONTEXT
 
     def run(number: Tensor, *args: Any, **kwargs: Any) -> Any:
         with restored_streams(device):

@@ -170,8 +170,8 @@ def tensor_pairs(plan: PipelinePlan, edge_index: int, direction: Direction) -> t
     """Return who sends to whom between the ranks of two data positions of an edge, receivers in order.
 
     Of ``t`` ranks that hold the same, the whole tensor or a part, receiver ``l`` has number ``l mod t``: it gets
-    nothing twice, and the senders share the work. Shares are of an axis that all parts divide. Where they do not, two
-    messages may differ by a position from that, but what a receiver gets in all is as many bytes.
+    nothing twice, and the senders share the work. Shares are of equal parts. Where parts are uneven, a message may be
+    a position longer or shorter; all messages of an edge together have as many bytes.
     """
     edge = plan.edges[edge_index]
     src, dst = plan.stages[edge.src], plan.stages[edge.dst]

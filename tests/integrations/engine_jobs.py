@@ -75,7 +75,7 @@ def shards_of(engine: Any) -> dict[str, Any]:
     for index in engine.rank_engine.indices:
         stage = engine._plan.stages[index]
         for name, shard in parameter_shards(reference, engine._plan, index).items():
-            found[name] = (shard, stage.position(engine.global_rank)[1], stage.tensor)
+            found[name] = (shard, stage.tensor_position(engine.global_rank), stage.tensor)
     return found
 
 

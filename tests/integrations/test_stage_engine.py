@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpp_plugin.engine.rank_engine import StageEngine
+from gpp_plugin.engine.stage_groups import StageGroups, make_replicas_equal
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.model.model_source import ModelSource
 from tests.integrations import toy
 from tests.integrations.engine_jobs import B, config_of, make_engine, said_of
@@ -163,6 +165,39 @@ def test_context_ranks_step_as_data_parallel_ranks_of_the_same_parameters(matrix
                 assert own[case][key].keys() == other[case][key].keys()
                 for name, value in own[case][key].items():
                     assert torch.equal(value, other[case][key][name]), (case, name)
+
+
+def look_at_a_grid() -> dict[str, Any]:
+    """Return the members of a rank's groups, 2 data x 2 context x 2 tensor ranks, and what it begins with."""
+    rank = dist.get_rank()
+    stage = Stage(
+        name="all", blocks=("a",), ranks=tuple(range(8)), micro_batch_size=2, in_flight=1, context=2, tensor=2
+    )
+    plan = PipelinePlan(
+        model="", graph="0" * 16, planner="", mini_batch=2, loss_unit=1, stages=(stage,), edges=()
+    )
+    groups = StageGroups.create(plan, timeout_s=60)
+    module = nn.ParameterDict({name: torch.full((2,), 10.0 + rank) for name in ("shard", "whole")})
+    module["shard"].tensor_model_parallel = True
+    make_replicas_equal({0: module}, plan=plan, groups=groups, tied=())
+    kinds = ("data", "tensor", "context", "model", "stage")
+    members = {kind: dist.get_process_group_ranks(getattr(groups, kind)[0]) for kind in kinds}
+    groups.close()
+    return {**members, "held": {name: p.tolist() for name, p in module.items()}}
+
+
+def test_a_grid_has_a_group_for_each_of_its_axes() -> None:
+    answers = run_kept_ranks(look_at_a_grid, 8)
+    # 0 1 | 2 3
+    # 4 5 | 6 7
+    assert answers[5] == {
+        "data": [1, 3, 5, 7], "tensor": [4, 5], "context": [5, 7], "model": [4, 5, 6, 7], "stage": list(range(8)),
+        "held": {"shard": [11.0, 11.0], "whole": [10.0, 10.0]},
+    }  # fmt: skip
+    assert answers[2] == {
+        "data": [0, 2, 4, 6], "tensor": [2, 3], "context": [0, 2], "model": [0, 1, 2, 3], "stage": list(range(8)),
+        "held": {"shard": [10.0, 10.0], "whole": [10.0, 10.0]},
+    }  # fmt: skip
 
 
 def train_with_sgd(cases: list[tuple[int, float]]) -> list[dict[str, Tensor]]:

@@ -528,6 +528,20 @@ def test_arguments_that_change_the_loss_are_refused(wrong: Any, named: str, tmp_
         GraphPipelineTrainer(jobs.model_of("gpt2"), args)
 
 
+@pytest.mark.parametrize(("size", "key"), [("sp", "sequence"), ("cp", "sequence"), ("tp", "tensor")])
+def test_ranks_that_accelerate_would_make_are_refused_with_the_key_of_the_block(
+    size: str, key: str, tmp_path: Path
+) -> None:
+    args = jobs.arguments(str(tmp_path), total=jobs.UNIT, ranks=1)
+    args.parallelism_config = SimpleNamespace(**{f"{size}_size": 2})
+    with pytest.raises(
+        ConfigError, match=f'{size}_size=2; remove it and set "{key}_parallel": 2 in the graph_'
+    ):
+        GraphPipelineTrainer(jobs.model_of("gpt2"), args)
+    args.parallelism_config = SimpleNamespace(sp_size=1, cp_size=1, tp_size=1)
+    GraphPipelineTrainer(jobs.model_of("gpt2"), args)
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [

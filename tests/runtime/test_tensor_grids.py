@@ -1,7 +1,7 @@
-"""Executors of random graphs of data x tensor grids, all ranks as threads of one process, against one process.
+"""Executors of random graphs of data x context x tensor grids, all ranks as threads of one process, against one process.
 
-Every stage computes element by element, on whole tensors or on its tensor ranks' shards of them, so that what
-travels is all that tensor parallelism is here: shards cut, joined and summed back.
+Every stage computes element by element, on whole tensors or on its ranks' parts of them, so that what travels is all
+that context and tensor parallelism are here: parts cut, joined and summed back.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import dataclasses
 import queue
 import random
 import threading
+import types
 from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,16 +27,19 @@ from gpp_plugin.ir.program import InstructionKind, Message, RankProgram
 from gpp_plugin.ir.tensors import UNIFORM, TensorSpec, batch_layout
 from gpp_plugin.runtime.compute import AutogradCompute, HalfForwards, boundary_gradients
 from gpp_plugin.runtime.executor import StageExecutor, run_steps
+from gpp_plugin.runtime.messages.routes import Routes, payloads_of, resolve_routes
 from gpp_plugin.runtime.stage_module import StageFunction
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.lower import lower_schedules
+from gpp_plugin.schedule.messages import message_bytes
 from tests.runtime.memory_stages import Hooks
 from tests.schedule.plans import on_rows, proven, simple_plan, with_in_flight
 
 Channel: TypeAlias = "queue.Queue[tuple[list[Tensor], threading.Event]]"
 
 MINI_BATCH = 12
-SIDE = 12
+LENGTH, SIDE = 7, 12
+"""Positions along axis 1, which context ranks hold in parts, and what equal shards divide along axis 2."""
 
 
 class ThreadTransport:
@@ -58,6 +62,8 @@ class ThreadTransport:
         self.most_held = max(self.most_held, len(self.held))
 
     def bind_send(self, message, payloads, edge):
+        assert payloads, "nothing travels"
+
         def post(tensors: Sequence[Tensor]) -> _Sent:
             for tensor, payload in zip(tensors, payloads, strict=True):
                 assert tensor.shape == payload.shape
@@ -70,6 +76,8 @@ class ThreadTransport:
         return post
 
     def bind_receive(self, message, payloads, edge):
+        assert payloads, "nothing travels"
+
         def post(buffers: Sequence[Tensor]) -> _Arrival:
             self.watch(buffers)
             return _Arrival(self._queues[message], buffers)
@@ -134,13 +142,17 @@ class WatchingHooks(Hooks):
 
 
 def random_case(rng: random.Random) -> tuple[PipelinePlan, list[int | None]]:
-    """Return a plan of 3 to 5 stages, and the axis of each one's shards; the last one yields the loss."""
+    """Return a plan of 3 to 5 stages, and the axis of each one's parts; the last one yields the loss."""
     count = rng.randint(3, 5)
-    axes = [rng.choice([None, 1, 2]) for _ in range(count - 1)] + [None]
+    axes: list[int | None] = []
     grids, sizes, schedules = [], [], []
     for _ in range(count):
-        data, tensor = rng.choice([1, 2, 3]), rng.choice([1, 2, 3])
-        grids.append((data, tensor))
+        data, context = rng.choice([1, 2, 3]), rng.choice([1, 1, 2, 3])
+        tensor = rng.choice([1, 2, 3] if context == 1 else [1, 1, 2])
+        grids.append((data, tensor, context))
+        # tensor ranks alone have equal shards, which positions do not allow
+        is_last = len(axes) == count - 1
+        axes.append(None if is_last else rng.choice([None, 2] if context == 1 else [None, 1, 1, 2]))
         sizes.append(rng.choice([size for size in (1, 2, 3, 4, 6, 12) if size % data == 0]))
         schedules.append(rng.choice(["1f1b", "zero_bubble"]))
     links = {(src, rng.randint(src + 1, count - 1)) for src in range(count - 1) for _ in range(2)}
@@ -179,25 +191,34 @@ def edge_between(src: int, dst: int, axes, *, has_whole: bool) -> StageEdge:
     )
 
 
-def specs_of(plan: PipelinePlan) -> dict[str, TensorSpec]:
+def specs_of(plan: PipelinePlan, length: int = LENGTH) -> dict[str, TensorSpec]:
     common = {"dtype": "float64", "num_samples": 1, "requires_grad": True}
     return {
-        name: TensorSpec(name=name, shape=(rows, SIDE, SIDE), layout=layout, **common)
+        name: TensorSpec(name=name, shape=(rows, length, SIDE), layout=layout, **common)
         for index in range(len(plan.stages))
         for name, rows, layout in ((f"t{index}", 1, batch_layout()), (f"w{index}", 3, UNIFORM))
     }
 
 
-def parameters_of(index: int) -> dict[str, Tensor]:
+def parameters_of(index: int, length: int = LENGTH) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(index)
-    shapes = {"scale": (1, SIDE, SIDE), "shift": (1, SIDE, SIDE), "whole": (3, SIDE, SIDE)}
+    shapes = {"scale": (1, length, SIDE), "shift": (1, length, SIDE), "whole": (3, length, SIDE)}
     return {
         name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
     }
 
 
 def shard(tensor: Tensor, stage: Stage, rank: int, axis: int | None) -> Tensor:
-    return tensor if axis is None else tensor.chunk(stage.tensor, dim=axis)[stage.position(rank)[1]]
+    """Return what a rank has of a tensor: of context ranks its positions, else its tensor rank's equal shard."""
+    if axis is None:
+        return tensor
+    number, part = (
+        (stage.context, stage.context_position(rank))
+        if stage.context > 1
+        else (stage.tensor, stage.tensor_position(rank))
+    )
+    first, behind = (tensor.shape[axis] * at // number for at in (part, part + 1))
+    return tensor.narrow(axis, first, behind - first)
 
 
 def compute_stage(parameters, data, received: dict[str, Tensor], *, has_loss: bool) -> tuple[Tensor, ...]:
@@ -229,7 +250,7 @@ def run_rank(plan, axes, program: RankProgram, specs, queues, data: Tensor):
     stage, index, rank = plan.stages[program.stage], program.stage, program.rank
     held = {
         name: shard(tensor, stage, rank, axes[index]).clone().requires_grad_()
-        for name, tensor in parameters_of(index).items()
+        for name, tensor in parameters_of(index, data.shape[1]).items()
     }
     names, received, has_loss = tuple(held), received_by(plan, index), stage.name == "loss"
 
@@ -281,7 +302,8 @@ def alone(plan: PipelinePlan, data: Tensor) -> tuple[list[dict[str, Tensor]], fl
     """Return every stage's gradients and the mean loss, computed at once."""
     made: dict[str, Tensor] = {}
     parameters = [
-        {n: p.requires_grad_() for n, p in parameters_of(i).items()} for i in range(len(plan.stages))
+        {n: p.requires_grad_() for n, p in parameters_of(i, data.shape[1]).items()}
+        for i in range(len(plan.stages))
     ]
     loss = torch.zeros(())
     for index, stage in enumerate(plan.stages):
@@ -324,35 +346,119 @@ def run_threads(plan, axes, specs, data):
 def test_gradients_equal_those_of_one_process(seed):
     rng = random.Random(seed)
     plan, axes = random_case(rng)
+    check_equal(plan, axes, length=rng.choice([LENGTH, LENGTH, 2]), seed=seed)
+
+
+def check_equal(
+    plan: PipelinePlan, axes: Sequence[int | None], *, length: int = LENGTH, seed: int = 0
+) -> None:
+    """Loss and gradients of the plan's ranks are those of one process; axis 1 has so many positions."""
     data = torch.randn(
-        MINI_BATCH, SIDE, SIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+        MINI_BATCH, length, SIDE, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
     )
-    ranks = run_threads(plan, axes, specs_of(plan), data)
+    ranks = run_threads(plan, axes, specs_of(plan, length), data)
+    check_bytes(plan, length)
     expected, loss = alone(plan, data)
     told = [(value.item(), count) for _, losses, _ in ranks for value, count in losses]
     assert sum(value * count for value, count in told) / MINI_BATCH == pytest.approx(loss, rel=1e-13)
-    assert sum(count for _, count in told) == MINI_BATCH  # one tensor rank of each row tells its losses
+    assert sum(count for _, count in told) == MINI_BATCH  # one rank of each row tells its losses
     gradients = [gradients_of(held) for held, *_ in ranks]
     for index, stage in enumerate(plan.stages):
-        for position in range(stage.tensor):
-            column = stage.data_ranks(position)
+        for place in range(stage.model_parallel):
+            column = stage.data_ranks(place)
             for name, whole in expected[index].items():
                 wanted = shard(whole, stage, column[0], axes[index])
                 found = torch.stack([gradients[rank][name] for rank in column]).sum(0)
                 assert float((found - wanted).norm()) <= 1e-12 * float(whole.norm()), (index, name)
-        if axes[index] is None:  # tensor ranks that hold the same have the same bits
-            for row in map(stage.tensor_ranks, range(stage.degree)):
+        # ranks that hold the same have the same bits
+        for row in map(stage.model_ranks, range(stage.degree)):
+            held: dict[int, int] = {}
+            for place, rank in enumerate(row):
+                first = held.setdefault(stage.part_at(place, axes[index]), rank)
                 for name in expected[index]:
-                    assert all(
-                        torch.equal(gradients[row[0]][name], gradients[rank][name]) for rank in row[1:]
-                    )
+                    assert torch.equal(gradients[first][name], gradients[rank][name])
+
+
+def check_bytes(plan: PipelinePlan, length: int) -> None:
+    """What all ranks send over an edge, counted tensor by tensor, has as many bytes as the plan says."""
+    specs = specs_of(plan, length)
+    row = length * SIDE * 8.0
+    sizes = {"bytes_per_sample": row, "gradient_bytes_per_sample": row}
+    sizes |= {"bytes_fixed": 3 * row, "gradient_bytes_fixed": 3 * row}
+    sized = dataclasses.replace(plan, edges=tuple(dataclasses.replace(edge, **sizes) for edge in plan.edges))
+    counted: dict[object, float] = defaultdict(float)
+    planned: dict[object, float] = defaultdict(float)
+    for program in proven(plan)[1]:
+        for message in program.messages(InstructionKind.SEND):
+            payloads = payloads_of(message, is_sender=True, plan=plan, specs=specs)
+            assert [(p.name, p.shape) for p in payloads] == [
+                (p.name, p.shape) for p in payloads_of(message, is_sender=False, plan=plan, specs=specs)
+            ]
+            counted[message.edge, message.direction] += sum(payload.num_bytes for payload in payloads)
+            planned[message.edge, message.direction] += message_bytes(sized, message)
+    assert counted == pytest.approx(planned)
+
+
+@pytest.mark.parametrize("length", [7, 2])
+@pytest.mark.parametrize(
+    "grids",
+    ["1x1>2x1", "2x1>1x1", "2x1>3x1", "3x1>2x1", "2x2>2x1", "2x1>2x2", "3x1>1x2", "2x2>4x1"],
+)
+def test_stages_of_unlike_context_sizes_reshard_their_positions(grids, length):
+    """Of two positions, one of three or four context ranks has none: nothing travels to and from it."""
+    contexts, tensors = zip(*(map(int, grid.split("x")) for grid in grids.split(">")), strict=True)
+    contexts, tensors = (*contexts, 1), (*tensors, 1)
+    axes = [1 if context > 1 else None for context in contexts]
+    edges = [edge_between(src, src + 1, axes, has_whole=True) for src in (0, 1)]
+    plan = on_rows(plan_of([4, 6, 6], edges), [1, 2, 1], tensors, contexts)
+    check_equal(with_in_flight(plan), axes, length=length)
+
+
+def routes_at(plan: PipelinePlan, program: RankProgram, specs, known: Routes | None = None) -> Routes:
+    one = specs if isinstance(specs, dict) else specs[0]
+    gradients = boundary_gradients(program, plan, one)
+    index = program.stage
+    boundary = types.SimpleNamespace(
+        received=received_by(plan, index),
+        outputs=(f"t{index}", f"w{index}"),
+        gradient_outputs=gradients.outputs,
+        gradient_inputs=gradients.inputs,
+    )
+    return resolve_routes(program, plan=plan, boundary=boundary, specs=specs, known=known)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_routes_at_another_length_are_those_that_are_resolved_anew(seed):
+    """All micro-batches of one length, or, of micro-batches of a sample, each of its own; 2 leaves ranks without any."""
+    rng = random.Random(seed)
+    plan, _ = random_case(rng)
+    lengths: list[list[int]] = [[7] * MINI_BATCH, [9] * MINI_BATCH, [2] * MINI_BATCH]
+    if seed % 2:
+        sizes = [stage.degree for stage in plan.stages]
+        plan = with_in_flight(plan.with_each(micro_batch_size=sizes, num_sliced=[0] * len(sizes)))
+        lengths += [[rng.randint(3, 9) for _ in range(MINI_BATCH)] for _ in range(3)]
+    num_derived = 0
+    for program in proven(plan)[1]:
+        at = [
+            [specs_of(plan, length) for length in each] if seed % 2 else specs_of(plan, each[0])
+            for each in lengths
+        ]
+        known = routes_at(plan, program, at[0])
+        for each, specs in zip(lengths, at, strict=True):
+            anew, derived = (routes_at(plan, program, specs, known=before) for before in (None, known))
+            assert derived == anew
+            num_derived += derived.slots is known.slots
+            assert min(each) < 3 or derived.slots is known.slots, (
+                "resolved anew, though the same ranks have parts"
+            )
+    assert num_derived
 
 
 def test_what_was_sent_or_read_long_ago_is_let_go():
     """Twelve micro-batches, one at a time, of a stage that sends one tensor for each: two may be under way."""
     plan = plan_of([1, 1], [edge_between(0, 1, [None, None], has_whole=False)])
     data = torch.ones(MINI_BATCH, SIDE, SIDE, dtype=torch.float64)
-    ranks = run_threads(plan, [None, None], specs_of(plan), data)
+    ranks = run_threads(plan, [None, None], specs_of(plan, SIDE), data)
     assert [transport.most_under_way for *_, transport in ranks] == [3, 3]  # and the one that was just posted
     # receives that are posted ahead, what a task reads and what is under way: of the 12 of a mini-batch each way
     assert all(4 < transport.most_held < 8 for *_, transport in ranks)
@@ -369,7 +475,7 @@ def test_a_stage_that_makes_the_whole_tensor_where_the_plan_has_shards_is_told()
     program = lower_schedules(plan, build_schedules(plan))[0]
     queues: dict[Message, Channel] = defaultdict(queue.Queue)
     with pytest.raises(RuntimeFailure, match=r"t0 is \(1, 12, 12\); by the plan the rank holds 6 elements"):
-        run_rank(plan, [None, None], program, specs_of(plan), queues, data)
+        run_rank(plan, [None, None], program, specs_of(plan, SIDE), queues, data)
 
 
 @pytest.mark.parametrize("axis", [0, 3])
@@ -377,4 +483,4 @@ def test_shards_along_the_samples_or_no_axis_are_refused(axis):
     plan = sharded_pair(axis)
     program = lower_schedules(plan, build_schedules(plan))[0]
     with pytest.raises(PlanError, match=rf"'s0' holds 't0' of shape .* in 2 equal parts along axis {axis}"):
-        run_rank(plan, [1, None], program, specs_of(plan), {}, torch.zeros(MINI_BATCH, SIDE, SIDE))
+        run_rank(plan, [1, None], program, specs_of(plan, SIDE), {}, torch.zeros(MINI_BATCH, SIDE, SIDE))

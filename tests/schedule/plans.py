@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.ir.cluster import Cluster, Device, Link
@@ -77,14 +78,15 @@ def on_ranks(plan, *ranks) -> PipelinePlan:
     return plan.with_each(ranks=[own if isinstance(own, tuple) else (own,) for own in ranks])
 
 
-def on_rows(plan, degrees, tensor=None) -> PipelinePlan:
-    """Return the plan with stages of so many data ranks, each of ``tensor`` ranks (by default one), in order."""
-    tensor = tensor or [1] * len(degrees)
+def on_rows(plan, degrees, tensor=None, context=None) -> PipelinePlan:
+    """Return the plan on grids of data x context x tensor ranks (by default one of the latter), in order."""
+    tensor, context = tensor or [1] * len(degrees), context or [1] * len(degrees)
     ranks, first = [], 0
-    for degree, size in zip(degrees, tensor, strict=True):
-        ranks.append(tuple(range(first, first + degree * size)))
-        first += degree * size
-    return plan.with_each(ranks=ranks, tensor=tensor)
+    for degree, *sizes in zip(degrees, tensor, context, strict=True):
+        behind = first + degree * math.prod(sizes)
+        ranks.append(tuple(range(first, behind)))
+        first = behind
+    return plan.with_each(ranks=ranks, tensor=tensor, context=context)
 
 
 def on_shared_ranks(plan, draw, most_ranks) -> PipelinePlan:

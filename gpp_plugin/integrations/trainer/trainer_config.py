@@ -483,6 +483,14 @@ def check_arguments(args: Any) -> None:
             raise ConfigError(f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; {advice}")
     if getattr(args, "fsdp", None):
         raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
+    asked = getattr(args, "parallelism_config", None)
+    for name, key in (("sp", "sequence_parallel"), ("cp", "sequence_parallel"), ("tp", "tensor_parallel")):
+        size = getattr(asked, f"{name}_size", None) or 1
+        if size > 1:
+            raise ConfigError(
+                f'GraphPipelineTrainer: parallelism_config has {name}_size={size}; remove it and set "{key}": {size} '
+                f"in the {BLOCK} block, and divide gradient_accumulation_steps by {size} to keep the mini-batch"
+            )
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         raise ConfigError(
             "GraphPipelineTrainer: train_sampling_strategy 'batch_rebalance' makes batches for ranks, which here "
@@ -512,6 +520,7 @@ def one_process_arguments(args: Any, num_ranks: int) -> Any:
     # what the block or the model's forward does in place of Trainer
     own.neftune_noise_alpha = None
     own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
+    own.parallelism_config = None
     return own
 
 

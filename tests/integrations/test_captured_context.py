@@ -1,0 +1,125 @@
+"""Captured stages on context ranks: losses, gradients and files of one process, beside data and tensor ranks and stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.integrations.engine_jobs import B, make_engine, steps
+from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all
+from tests.models import build
+from tests.ranks import run_kept_ranks
+from tests.reference import gradient_errors
+from tests.tiers import some
+
+
+def plan_of(*stages: tuple[list[str], list[int], int]) -> dict[str, Any]:
+    """Return the block of a plan: of each stage its modules, its ranks, and its context ranks."""
+    keys = ("modules", "ranks", "context")
+    return {"plan": {"stages": [dict(zip(keys, stage, strict=True)) for stage in stages]}}
+
+
+def one_stage(ranks: int, context: int) -> dict[str, Any]:
+    """Return the block of a plan of one stage."""
+    return plan_of((["*"], list(range(ranks)), context))
+
+
+def _case(name: str, ranks: int, block: dict[str, Any], *, zero: int = 0, clipping: float = 0.0,
+          **more: Any) -> Any:  # fmt: skip
+    return ranks, (name, {**block, **more}, {"zero": zero, "clipping": clipping})
+
+
+FULL = {"recompute": "full"}
+LAYER = ["transformer.h.0"]
+
+ALL_CASES = {
+    "llama": _case("llama", 2, one_stage(2, 2), zero=1, clipping=CLIPPING),
+    "gpt2": _case("gpt2", 2, one_stage(2, 2), memory=FULL),
+    "clip": _case("clip", 2, one_stage(2, 2)),
+    "t5": _case("t5", 2, one_stage(2, 2), clipping=CLIPPING),
+    "llava": _case("llava", 2, one_stage(2, 2), zero=2),
+    "gpt2, tied over stages of unlike sizes": _case(
+        "gpt2", 3, plan_of((LAYER, [0, 1], 2), (["*"], [2], 1)), zero=1, clipping=CLIPPING
+    ),
+    "llama, two data positions": _case("llama", 4, one_stage(4, 2), zero=3, clipping=CLIPPING),
+    "gpt2, four context ranks": _case("gpt2", 4, one_stage(4, 4), zero=2),
+    "t5, two stages": _case(
+        "t5", 4, plan_of((["encoder"], [0, 1], 2), (["*"], [2, 3], 2)), clipping=CLIPPING, memory=FULL
+    ),
+    "clip, two stages of unlike sizes": _case(
+        "clip", 4, plan_of((["vision_model"], [0], 1), (["text_model"], [1, 2], 2), (["*"], [3], 1))
+    ),
+}
+CASES = dict(some(ALL_CASES.items(), every=5))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    found = {}
+    for ranks in (2, 3, 4):
+        own = {case: given for case, (on, given) in CASES.items() if on == ranks}
+        directory = str(tmp_path_factory.mktemp(f"context{ranks}"))
+        answers = run_kept_ranks(train_all, ranks, own, directory, timeout_s=600)
+        found |= {case: [answer[case] for answer in answers] for case in own}
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_one_process(trained, case):
+    _, (name, _, options) = CASES[case]
+    reference = alone(name, options["clipping"])
+    held: set[str] = set()
+    for answer in trained[case]:
+        assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
+        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
+        errors = gradient_errors(answer["gradients"], reference.gradients)
+        # a softmax is the same whatever is added to all keys: the gradient of their bias is rounding alone
+        rounding = {name for name in errors if name.endswith("k_proj.bias")}
+        assert max(error for name, error in errors.items() if name not in rounding) < 2e-6
+        assert all(errors[name] < 1e-5 for name in rounding)
+        held |= set(answer["gradients"])
+    assert held == set(reference.gradients)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_files_and_evaluation_are_whole_and_the_same_on_all_ranks(trained, case):
+    first = trained[case][0]
+    for answer in trained[case]:
+        assert answer["evaluated"] == first["evaluated"]
+        assert all(torch.equal(own, answer["exported"][name]) for name, own in answer["held"].items())
+        if answer["gathered"] is not None:
+            assert all(torch.equal(answer["gathered"][n], whole) for n, whole in answer["exported"].items())
+
+
+def go_on(directory: str, zero: int) -> dict[str, list[float]]:
+    """Save on two context ranks; go on there, on two data positions, and from these on context ranks once more."""
+    answers = {}
+    for run, context, source, target in (
+        ("first", 2, None, "one"),
+        ("same", 2, "one", None),
+        ("apart", 1, "one", "two"),
+        ("back", 2, "two", None),
+    ):
+        model, make_batch = build("gpt2", layers=1)
+        batches = [make_batch(B, seed) for seed in range(6)]
+        given = config({**one_stage(2, context), "profile_dir": f"{directory}/profiles"}, zero=zero)
+        engine = make_engine(model, batches[0], given)
+        if source is None:
+            steps(engine, batches[:2])
+        else:
+            engine.load_checkpoint(f"{directory}/{source}")
+        if target is not None:
+            engine.save_checkpoint(f"{directory}/{target}")
+        answers[run] = steps(engine, batches[2:])
+        engine.destroy()
+    return answers
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_checkpoints_go_on_with_other_context_sizes(tmp_path, zero):
+    for answer in run_kept_ranks(go_on, 2, str(tmp_path), zero):
+        assert answer["same"] == answer["first"]
+        assert answer["apart"] == pytest.approx(answer["first"], rel=1e-5)
+        assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)

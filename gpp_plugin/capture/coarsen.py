@@ -23,10 +23,10 @@ import networkx as nx
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
 from gpp_plugin.capture.layouts import ordered_units
 from gpp_plugin.ir.analysis import (
+    POSITIONS,
     Analysis,
     block_contexts,
     block_shardings,
-    position_axes,
     why_uncut,
     why_undivided,
 )
@@ -254,7 +254,12 @@ def coarsen(captured: CapturedGraph | Analysis, *, granularity: str = "layer") -
         graph,
         saved=_saved_tensors(captured.op_graph, partition),
         sharding=sharding,
-        position_axes=position_axes(analysis.sharding, graph.tensors),
+        # what is cut along rows or heads crosses between stages whole
+        position_axes={
+            part.name: part.result.axis
+            for part in analysis.sharding.context
+            if part.name in graph.tensors and part.result is not None and part.result.kind == POSITIONS
+        },
         context=context,
         uncut=why_uncut(analysis.sharding, [b for b in graph.blocks if b.name not in cut]),
         undivided=why_undivided(

@@ -206,19 +206,6 @@ class Sharding:
     uncut: tuple[WholeLinear, ...] = ()
 
 
-def position_axes(sharding: Sharding, tensors: Iterable[str]) -> dict[str, int]:
-    """Return, of those of these tensors that context ranks make in parts of the positions, the axis of these.
-
-    Rows and heads are left out: what context ranks hold so crosses between stages whole.
-    """
-    known = frozenset(tensors)
-    return {
-        part.name: part.result.axis
-        for part in sharding.context
-        if part.name in known and part.result is not None and part.result.kind == POSITIONS
-    }
-
-
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
     """Return the regions whose operators are all among some."""
     known = frozenset(operators)

@@ -489,21 +489,26 @@ def _sharding(
     parts = {result.name for region in regions for result in region.results}
     parts.update(name for region in regions for name in region.losses)
     own_parts = [sequence[name] for name in block.nodes if name in sequence]
+    results = frozenset(parts)
     parts.update(part.name for part in own_parts)
     cut = {parameter.name for region in regions for parameter in region.parameters}
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
-    # A storage is saved once, by however many: a region's own results and the inside are in parts, and what is made, or
-    # read, at a rank's positions, in whichever block it is made.
-    saved = {
-        maker: size
-        for node in own
-        for maker, size in node.keeps
-        if maker in parts
-        or maker in sequence
-        or (node.name in sequence and maker in sequence[node.name].operands)
-    }
+    gathered = {part.gathered for part in sequence.values() if part.gathered}
+    inside_names = frozenset(block.nodes)
+    # A storage is saved once, by however many: in parts where all keep them. A region keeps its results, and of what is
+    # gathered for it alone the rank's part. Whole is what several read whole, and what another block makes for a
+    # region: in another stage it would be received whole.
+    kept: dict[str, tuple[int, bool]] = {}
+    for node in own:
+        read = results | (sequence[node.name].operands.keys() if node.name in sequence else gathered)
+        for maker, size in node.keeps:
+            names = [n for n in node.inputs if maker in (n, nodes[n].storage if n in nodes else n)]
+            is_part = read.issuperset(names) if names else node.name in parts
+            is_part &= node.name in sequence or maker in inside_names
+            kept[maker] = size, is_part and kept.get(maker, (0, True))[1]
+    saved = {maker: size for maker, (size, is_part) in kept.items() if is_part}
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     joined = {part.joins for part in own_parts if part.joins}
     summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
@@ -512,7 +517,6 @@ def _sharding(
         assert logits is not None
         label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
         summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
-    gathered = {part.gathered for part in sequence.values() if part.gathered}
     shared = [_bytes(graph, name) for region in regions for name in region.shared if name not in gathered]
     shared += [_bytes(graph, name) for name in dict.fromkeys(n for p in own_parts for n in p.shared)]
     flops = sum(node.flops for node in own if node.name in operators or node.name in sequence)
@@ -540,7 +544,6 @@ def _sharding(
         fresh = [name for name in part.operands if name not in sequence and name not in sliced]
         sliced.update(fresh)
         backward += [_bytes(graph, name) for name in fresh if has_gradient(graph, nodes, name)]
-    inside_names = frozenset(block.nodes)
     outside = {name for node in graph.nodes if node.name not in inside_names for name in node.inputs}
     return BlockSharding(
         block=block.name,

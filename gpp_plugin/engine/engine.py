@@ -188,7 +188,10 @@ class GraphPipelineEngine(PipelineSurface):
             group=setting.group, who=f"rank {setting.rank}, stage {name!r}", timeout_s=self._wait_s
         )
         self._groups = StageGroups.create(plan, tied, timeout_s=limit_s, backend=setting.placement.backend)
-        source.join_groups(plan, reference, self._groups.tensor)
+        groups = self._groups
+        source.join_groups(
+            plan, reference, {"tensor": groups.tensor, "context": groups.context, "model": groups.model}
+        )
         stages = RankEngine(
             modules=modules,
             plan=plan,

@@ -537,16 +537,20 @@ class ModelSource:
         return frozenset(p.name for p in reference.analysis.op_graph.parameters) - cut
 
     def join_groups(
-        self, plan: PipelinePlan, reference: Reference, groups: Sequence[dist.ProcessGroup | int]
+        self,
+        plan: PipelinePlan,
+        reference: Reference,
+        groups: Mapping[str, Sequence[dist.ProcessGroup | int]],
     ) -> None:
-        """Let the code of captured stages use the process groups of their tensor ranks.
+        """Let the code of captured stages use the process groups of the ranks that compute the same samples.
 
         Args:
-            groups: by stage.
+            groups: of tensor ranks, context ranks and both (`TensorLinks.of`), by stage.
         """
-        for index, (stage, group) in enumerate(zip(plan.stages, groups, strict=True)):
-            if self.is_plain and stage.tensor > 1 and self._setting.rank in stage.ranks:
-                self._job.links.join(stage, group, parameter_shards(reference, plan, index))
+        for index, stage in enumerate(plan.stages):
+            if self.is_plain and stage.model_parallel > 1 and self._setting.rank in stage.ranks:
+                own = {kind: of_stage[index] for kind, of_stage in groups.items()}
+                self._job.links.join(stage, own, parameter_shards(reference, plan, index))
 
     def save_pretrained(
         self,

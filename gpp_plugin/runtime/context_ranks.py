@@ -43,6 +43,7 @@ from gpp_plugin.capture.axis_rules import FLATTENS, is_part, sizes_of_part
 from gpp_plugin.capture.captured_graph import CapturedGraph
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
+from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.runtime.tensor_ranks import (
@@ -213,11 +214,16 @@ class _Held:
     Args:
         axis: which is cut; ``length`` of it, of the whole tensor; of rows the length of one sample.
         samples: of rows, how many there are one behind the other; None: no rows.
+        times: of groups of keys or values, how often each is there, until they are repeated for the heads that share
+            them; ``repeats`` is the axis along which they are then.
     """
 
     axis: int
     length: Any
     samples: Any = None
+    times: int = 1
+    repeats: int | None = None
+    is_heads: bool = False
 
     @property
     def key(self) -> tuple[int, bool]:
@@ -329,8 +335,8 @@ class _Writer:
         """Return what the copy calls an operator's result as it leaves the stage."""
         node = self._nodes[name]
         if name in leaving:
-            assert self._held[node].key == (leaving[name], True), f"{name} is not held as it is sent"
-            return name
+            axis = leaving[name]
+            return self._form(node, _Held(axis, node.meta["val"].shape[axis]), 1, node).name
         whole = self._form(node, None, 1, node)
         value = node.meta["val"]
         spec = self._specs.get(name)
@@ -343,7 +349,7 @@ class _Writer:
     def _computing(self, node: fx.Node) -> fx.Node:
         part = self._parts.get(node.name)
         sources = node.all_input_nodes
-        if part is None and is_part(node):  # one of several results is held as all of them are
+        if is_part(node):  # one of several results is held as all of them are
             held = self._held.get(sources[0])
             copy = self._graph.node_copy(node, lambda source: self._copies[source])
             if held is not None:
@@ -363,9 +369,16 @@ class _Writer:
         if part.result is None:
             made: Any = {"sum": summed, "mean": averaged}[part.sums]
             return self._call(node, made(node.target, self._ranks), args, kwargs)
-        held = self._result(node, part.result, sources)
+        read = {source: how for source, (how, _) in wanted.items() if how is not None}
+        held = self._result(node, part.result, read)
+        times = max(how.times for how in read.values())
+        if times > 1:
+            held = self._repeating(node, held, times, list(read.values()))
         shapes = [self._own_shape(value, held) for value in _tensors(node)]
-        copy = self._call(node, node.target, self._own_sizes(node, args, part.result, shapes), kwargs)
+        args = self._own_sizes(node, args, part.result, shapes)
+        if times > 1 and node.target is aten.repeat_interleave.self_int:
+            args = (args[0], args[1] // times, *args[2:])
+        copy = self._call(node, node.target, args, kwargs)
         self._hold(node, copy, held)
         return copy
 
@@ -386,21 +399,39 @@ class _Writer:
 
     def _own_shape(self, value: Tensor, held: _Held) -> list[Any]:
         shape = list(value.shape)
+        if isinstance(held.length, int) and held.is_heads and held.length % self._ranks.size:
+            raise CaptureError(
+                f"{held.length} heads are cut into {self._ranks.size}; set sequence_parallel to a number that "
+                f"divides them"
+            )
         shape[held.axis] = held.size(self._ranks)
+        if held.repeats is not None:
+            shape[held.repeats] //= held.times
         return shape
 
-    def _result(self, node: fx.Node, cut: ContextCut, sources: Sequence[fx.Node]) -> _Held:
+    def _result(self, node: fx.Node, cut: ContextCut, read: Mapping[fx.Node, _Held]) -> _Held:
         shape = _tensors(node)[0].shape
         if cut.kind != ROWS:
-            return _Held(cut.axis, shape[cut.axis])
+            return _Held(cut.axis, shape[cut.axis], is_heads=cut.kind == HEADS)
         # rows of rows; or [2, 5, 8] with its positions along axis 1 becomes [10, 8], rows along axis 0
-        known = [self._held[source] for source in sources if source in self._held]
-        rows = next((held for held in known if held.samples is not None), None)
+        rows = next((held for held in read.values() if held.samples is not None), None)
         if rows is not None:
             return _Held(cut.axis, rows.length, rows.samples)
-        source = next(each for each in sources if each in self._held)
-        held, before = self._held[source], source.meta["val"].shape
+        source, held = next(iter(read.items()))
+        before = source.meta["val"].shape
         return _Held(cut.axis, held.length, math.prod(before[cut.axis : held.axis]))
+
+    def _repeating(self, node: fx.Node, held: _Held, times: int, read: Sequence[_Held]) -> _Held:
+        """Return how groups are held that have been repeated for the exchange, on their way to the heads."""
+        # 2 groups for 8 heads, on 4 ranks: each group is there twice. [2, 2, 9, 8] on one rank is [2, 1, 9, 8], and
+        # expanded from [2, 2, 1, 9, 8] to [2, 2, 4, 9, 8] it is [2, 1, 2, 9, 8]: a group for two heads
+        number = next(how.length for how in read if how.times > 1) // times
+        if held.length != number:
+            return held
+        repeats = next((how.repeats for how in read if how.times > 1), None)
+        if node.target is aten.expand.default:
+            repeats = held.axis + 1
+        return dataclasses.replace(held, length=number * times, times=times, repeats=repeats)
 
     def _samples(self, sources: Sequence[fx.Node]) -> Any:
         """Return how many samples lie one behind the other in the rows that an operator reads."""
@@ -427,10 +458,11 @@ class _Writer:
             return None, 1
         groups = next((part.groups[n] for n in names if n in part.groups), None)
         times = 1 if groups is None else self._ranks.size // math.gcd(self._ranks.size, groups)
-        length = source.meta["val"].shape[cut.axis]
+        length, held = source.meta["val"].shape[cut.axis], self._held.get(source)
         if cut.kind != ROWS:
-            return _Held(cut.axis, length * times), times
-        held = self._held.get(source)
+            if held is not None and held.key == (cut.axis, True):
+                return held, 1
+            return _Held(cut.axis, length * times, is_heads=cut.kind == HEADS, times=times), times
         if held is not None and held.samples is not None:
             return held, 1
         return _Held(cut.axis, length // samples, samples), 1
@@ -439,19 +471,16 @@ class _Writer:
         self, node: fx.Node, args: tuple[Any, ...], cut: ContextCut, shapes: Sequence[Sequence[Any]]
     ) -> tuple[Any, ...]:
         """Return an operator's arguments with the sizes that its part has."""
-        if cut.kind == HEADS:
-            return sizes_of_part(node, cut.axis, self._ranks.size, args)
         sizes = list(map(argument_of, shapes[0]))
         if node.target in (aten.view.default, aten.reshape.default, aten._unsafe_view.default):
             return (args[0], sizes, *args[2:])
         if node.target is aten.expand.default:
-            own = list(args[1])
-            own[cut.axis] = -1 if own[cut.axis] == -1 else sizes[cut.axis]
+            own = [-1 if size == -1 else own for size, own in zip(args[1], sizes, strict=True)]
             return (args[0], own, *args[2:])
         if node.target is aten.unflatten.int:
             first = int(args[1]) % (len(sizes) - len(args[2]) + 1)
             return (args[0], args[1], sizes[first : first + len(args[2])], *args[3:])
-        return args
+        return sizes_of_part(node, cut.axis, self._ranks.size, args) if cut.kind == HEADS else args
 
     # ---- what is put in ----------------------------------------------------------------------------
 

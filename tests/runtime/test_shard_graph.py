@@ -46,6 +46,10 @@ class Threads:
         self._brought: dict[int, Tensor] = {}
         self._pieces: dict[int, list[Tensor]] = {}
 
+    def abort(self) -> None:
+        """Let nobody wait for a thread that has failed."""
+        self._barrier.abort()
+
     def sum(self, position: int, tensor: Tensor, op: Any) -> Tensor:
         self._brought[position] = tensor.detach().clone()
         self._barrier.wait()

@@ -29,7 +29,14 @@ from gpp_plugin.capture.tracing.traced import Exported
 from gpp_plugin.capture.tracing.values import Recording
 from gpp_plugin.errors import CaptureError
 from gpp_plugin.integrations.huggingface.model_inputs import has_prepared_inputs
-from gpp_plugin.ir.analysis import PREPARED, Analysis, CarriedState, regions_of_stage, sequence_of_stage
+from gpp_plugin.ir.analysis import (
+    PREPARED,
+    Analysis,
+    CarriedState,
+    context_of_stage,
+    regions_of_stage,
+    sequence_of_stage,
+)
 from gpp_plugin.ir.block_graph import BlockGraph, OpGraph, Parameter, SavedTensor
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.ir.tensors import TensorSpec
@@ -47,6 +54,7 @@ from gpp_plugin.model.graph.resolve import GraphStage, resolve_module
 from gpp_plugin.model.graph.stage_graph import LOSS
 from gpp_plugin.model.graph.user_module import describe_tensors
 from gpp_plugin.runtime.batches import Batch, shape_key
+from gpp_plugin.runtime.context_ranks import cut_graph
 from gpp_plugin.runtime.memory.segments import StageOperators
 from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import Reference, StageCode, StageFunction, build_stage_function
@@ -415,7 +423,7 @@ class CapturedPart:
         view = self.view(captured)
         cut = self._cut(reference, plan, stage, view, captured)
         op_graph = captured.op_graph
-        captured, nodes, outputs = self._shared_out(captured, cut, reference, plan, stage)
+        captured, nodes, outputs = self._shared_out(captured, cut, view, reference, plan, stage)
         function = build_stage_function(captured, [n for own in nodes.values() for n in own], outputs)
         return StageCode(
             function=self._in_graph(function, view.names, op_graph, cut.outputs),
@@ -427,7 +435,13 @@ class CapturedPart:
         )
 
     def _shared_out(
-        self, captured: CapturedGraph, cut: _Cut, reference: Reference, plan: PipelinePlan, index: int
+        self,
+        captured: CapturedGraph,
+        cut: _Cut,
+        view: PartView,
+        reference: Reference,
+        plan: PipelinePlan,
+        index: int,
     ) -> tuple[CapturedGraph, Mapping[str, tuple[str, ...]], list[str]]:
         """Return a capture as this rank computes it where a stage's ranks share it out, its blocks' operators, outputs.
 
@@ -435,26 +449,54 @@ class CapturedPart:
             cut: what the stage computes.
         """
         stage, blocks = plan.stages[index], cut.nodes
-        outputs = [cut.made[name] for name in cut.outputs]
-        if stage.tensor == 1:
-            return captured, blocks, outputs
+        outputs = tuple(cut.made[name] for name in cut.outputs)
+        if stage.model_parallel == 1:
+            return captured, blocks, list(outputs)
         assert self._links is not None, "a rank of a job has its place"
         graph, sharding = reference.block_graph, captured.analysis.sharding
-        regions = regions_of_stage(graph, sharding.regions, plan, index)
-        own = [node for of_block in blocks.values() for node in of_block]
-        sharded, neighbours, whole = shard_graph(
-            captured,
-            regions,
-            self._links.of(stage),
-            own,
-            sequence=sequence_of_stage(graph, sharding, plan, index),
-            outputs=outputs,
-        )
         beside = {name: block for block, names in blocks.items() for name in names}
-        added: dict[str, list[str]] = {}
-        for name, neighbour in neighbours.items():
-            added.setdefault(beside[neighbour], []).append(name)
-        return sharded, {b: (*names, *added.get(b, ())) for b, names in blocks.items()}, list(whole)
+        # positions first: of what is then a rank's, its tensor ranks have their shards
+        context = None
+        if stage.context > 1:
+            context = self._links.of(stage, "context")
+            arriving, leaving = (
+                {
+                    view.local_names.get(name, name): axis
+                    for edge in plan.edges
+                    for end, axis in (ends(edge),)
+                    if end == index and axis is not None
+                    for name in (*edge.batch_tensors, *edge.whole_tensors)
+                }
+                for ends in (
+                    lambda edge: (edge.dst, edge.dst_shard_axis),
+                    lambda edge: (edge.src, edge.src_shard_axis),
+                )
+            )
+            captured, neighbours, outputs = cut_graph(
+                captured,
+                context_of_stage(graph, sharding, plan, index),
+                context,
+                list(beside),
+                outputs=outputs,
+                arriving=arriving,
+                leaving=leaving,
+            )
+            beside |= {name: beside[neighbour] for name, neighbour in neighbours.items()}
+        captured, neighbours, outputs = shard_graph(
+            captured,
+            regions_of_stage(graph, sharding.regions, plan, index) if stage.tensor > 1 else (),
+            self._links.of(stage),
+            list(beside),
+            sequence=sequence_of_stage(graph, sharding, plan, index) if stage.tensor > 1 else (),
+            outputs=outputs,
+            context=context,
+            together=self._links.of(stage, "model"),
+        )
+        beside |= {name: beside[neighbour] for name, neighbour in neighbours.items()}
+        found: dict[str, list[str]] = {block: [] for block in blocks}
+        for name, block in beside.items():
+            found[block].append(name)
+        return captured, {block: tuple(names) for block, names in found.items()}, list(outputs)
 
     def _cut(
         self,
@@ -488,7 +530,7 @@ class CapturedPart:
         capture = self.capture_for_lengths(analysis, arguments, lengths)
         view = self.view(analysis)
         cut = self._cut(reference, plan, stage, view, capture.captured)
-        captured, own, outputs = self._shared_out(capture.captured, cut, reference, plan, stage)
+        captured, own, outputs = self._shared_out(capture.captured, cut, view, reference, plan, stage)
         capture = dataclasses.replace(capture, captured=captured)
         op_graph = analysis.op_graph
         # at every new length the tensors that pass this stage's boundary are described anew, and no others

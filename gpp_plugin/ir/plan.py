@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import networkx as nx
 
@@ -179,6 +179,21 @@ LOSS_KEY = "loss"
 """What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
 
 
+class ModelGrid(NamedTuple):
+    """How many ranks compute the same samples together: context x tensor of them."""
+
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Return the ranks of a data position."""
+        return self.context * self.tensor
+
+
+ALONE = ModelGrid()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of the pipeline graph.
@@ -248,6 +263,11 @@ class Stage:
             return self.backend
         number = len(self.compiled)
         return "compiled code" if number == len(self.blocks) else f"compiled code ({number} of its blocks)"
+
+    @property
+    def grid(self) -> ModelGrid:
+        """Return the context x tensor ranks of a data position."""
+        return ModelGrid(self.context, self.tensor)
 
     @property
     def model_parallel(self) -> int:

@@ -123,10 +123,12 @@ def test_the_table_has_every_key_of_the_installed_release() -> None:
 
 
 def test_a_key_in_a_wrong_place_is_never_taken_for_another_one() -> None:
-    own = {*GraphPipelineConfig.model_fields, "compile_deepcompile"}
+    own = {*GraphPipelineConfig.model_fields, "compile_deepcompile", "sequence_parallel_size"}
     for path in KEYS:
         block, _, name = path.rpartition(".")
         wrong = f"{block.replace('.', '_')}_{name}" if block else name
+        if block and wrong in KEYS:  # sequence_parallel.size, and DeepSpeed's own sequence_parallel_size
+            continue
         if block:
             told: list[str] = []
             try:

@@ -173,7 +173,7 @@ FILES: tuple[tuple[str, str, tuple[Json, ...]], ...] = (
     ),
     (
         "llama-factory alst",
-        "`sequence_parallel` is no key that DeepSpeed reads",
+        OFFLOAD,
         (
             SIZES,
             {"bf16": {"enabled": True, "auto_cast": False, **SCALE}},

@@ -279,7 +279,9 @@ def cut_graph(
         )
 
     nodes = [
-        dataclasses.replace(node, inputs=tuple(dict.fromkeys(n.name for n in copies[node.name].all_input_nodes)))
+        dataclasses.replace(
+            node, inputs=tuple(dict.fromkeys(n.name for n in copies[node.name].all_input_nodes))
+        )
         if node.is_replicable
         else node
         for node in captured.op_graph.nodes
@@ -307,7 +309,9 @@ class _Writer:
         self._arriving = arriving
         self._names = {**captured.inputs, **captured.parameters}
         known = {node.name: node.output for node in captured.op_graph.nodes}
-        known |= {spec.name: spec for spec in captured.op_graph.inputs if spec.name in captured.op_graph.received}
+        known |= {
+            spec.name: spec for spec in captured.op_graph.inputs if spec.name in captured.op_graph.received
+        }
         self._specs = known
         self._graph = fx.Graph()
         self._nodes = {node.name: node for node in captured.graph.nodes}

@@ -65,7 +65,8 @@ def check(
 
     run_together(run, size)
     summed = {
-        name: sum(gradients[name] for _, gradients in answers.values() if name in gradients) for name in wanted
+        name: sum(gradients[name] for _, gradients in answers.values() if name in gradients)
+        for name in wanted
     }
     for found_loss, found in answers.values():
         assert float(found_loss) == pytest.approx(float(wanted_loss), rel=1e-6)

@@ -27,8 +27,7 @@ from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.profile import BackendCost
 from gpp_plugin.ir.serialize import load, save
 from gpp_plugin.plugins import find_backend
-from gpp_plugin.profile.cost_store import MeasurementStore, default_directory
-from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.profile.machine import MeasurementStore, default_directory, describe_device, processor_name
 from gpp_plugin.relative_errors import relative_error
 
 logger = logging.getLogger(__name__)

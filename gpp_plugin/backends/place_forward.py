@@ -34,7 +34,7 @@ from gpp_plugin.collage.op_placement import (
     place_operators,
     search_placements,
 )
-from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
+from gpp_plugin.collage.patterns import Operator, OperatorGraph, bits
 from gpp_plugin.errors import BackendRefused
 from gpp_plugin.ir.profile import BackendCost, PlacedGroup, StageBackend
 

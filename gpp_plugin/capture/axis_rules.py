@@ -2,7 +2,7 @@
 
 Each rule proves that the operator, on a rank's parts of its operands, yields that rank's part of its result.
 What it reads whole it says (`OperandReads.whole`), and what must be cut for it too (`OperandReads.cut`); of anything
-else it says that it cannot (`NotSharded`). Sizes among its arguments become those of a part (`sizes_of_part`).
+else it says that it cannot (`NotSharded`).
 
 Source: this project
 Tests: tests/capture/test_sharding.py
@@ -13,14 +13,12 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import fx
-
-from gpp_plugin.errors import CaptureError
 
 aten = torch.ops.aten
 
@@ -53,30 +51,14 @@ class NeedsParts(Exception):
         self.origin, self.parts = origin, parts
 
 
-MAX_STEPS_BACK = 48
-"""How many operators are looked through for the linear ones that make an operand."""
-
-
-class NeedsLinears(Exception):
-    """Further linear operators must be cut by columns."""
-
-    def __init__(self, nodes: Iterable[fx.Node]) -> None:
-        super().__init__()
-        self.nodes = tuple(nodes)
-
-
 @dataclass(slots=True, kw_only=True)
 class OperandReads:
     """How operands are cut so far, and what operators that compute on parts read of them.
 
     Args:
-        begins: linear operators cut by columns, and their parts.
-        linears: all linear operators of the graph.
         parameters: placeholder -> parameter.
     """
 
-    begins: Mapping[fx.Node, tuple[int, ...]]
-    linears: Mapping[fx.Node, Any]
     parameters: Mapping[str, str]
     cuts: dict[fx.Node, AxisCut] = field(default_factory=dict)
     of_parts: dict[fx.Node, list[AxisCut]] = field(default_factory=dict)
@@ -110,32 +92,11 @@ class OperandReads:
         if operand.name in self.parameters:
             self.of_parameters[operand] = cut
             return
-        makers = [node for node in self._makers(operand) if node not in self.begins]
-        if makers:
-            raise NeedsLinears(makers)
+        self.note_sliced(operand)
         self.sliced[operand] = cut
 
-    def _makers(self, operand: fx.Node) -> list[fx.Node]:
-        """Return the linear operators that make an operand, by operators that have rules."""
-        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
-        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
-        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
-        found, pending, seen = [], [operand], {operand}
-        while pending and len(seen) <= MAX_STEPS_BACK:
-            node = pending.pop()
-            if node in self.linears:
-                found.append(node)
-                continue
-            if node.op != "call_function" or node in self.sums:
-                continue
-            try:
-                is_part(node) or rule_of(node)
-            except NotSharded:
-                continue
-            fresh = [source for source in node.all_input_nodes if source not in seen]
-            seen.update(fresh)
-            pending += fresh
-        return found if len(seen) <= MAX_STEPS_BACK else []
+    def note_sliced(self, operand: fx.Node) -> None:
+        """Take note that a part is read of a whole operand; raise where something else is to be tried."""
 
 
 Rule = Callable[[fx.Node, OperandReads], AxisCut | Sequence[AxisCut]]
@@ -622,6 +583,38 @@ def _reshaped(node: fx.Node, reads: OperandReads) -> AxisCut:
     return view(node, reads)
 
 
+def _largest(node: fx.Node, reads: OperandReads) -> Sequence[AxisCut]:
+    """The largest numbers along another axis, and where they are."""
+    operand, found = _one(node, reads)
+    if _own_axis(argument(node, 2, "dim", -1), len(shape_of(operand))) == found.axis:
+        raise NotSharded("mixes what is cut")
+    return [found] * len(node.meta["val"])
+
+
+def _picked(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """One element of another axis for each number, which are cut as what they are taken from."""
+    operand, found = _one(node, reads)
+    numbers = node.args[2]
+    assert isinstance(numbers, fx.Node)
+    if _own_axis(node.args[1], len(shape_of(operand))) == found.axis:
+        raise NotSharded("mixes what is cut")
+    reads.cut(numbers, found)
+    return found
+
+
+def _indexed(node: fx.Node, reads: OperandReads) -> AxisCut:
+    """Elements of other axes, one beside the other, by numbers that are read whole."""
+    _, found = _one(node, reads)
+    numbers: Any = node.args[1]
+    axes = [axis for axis, each in enumerate(numbers) if each is not None]
+    if found.axis in axes or axes != list(range(axes[0], axes[-1] + 1)):
+        raise NotSharded("takes elements of the axis that is cut")
+    for axis in axes:
+        reads.whole(numbers[axis])
+    made = max(len(shape_of(numbers[axis])) for axis in axes)
+    return found if found.axis < axes[0] else found.at(found.axis - len(axes) + made)
+
+
 def _queries(node: fx.Node, reads: OperandReads) -> AxisCut:
     """Attention of some queries to all keys."""
     query, found = _one(node, reads)
@@ -658,6 +651,11 @@ _OF_CONTEXT: Mapping[Any, Rule] = {
     **dict.fromkeys((aten.linear.default, aten.addmm.default), _of_rows),
     aten.mm.default: matmul,
     aten.baddbmm.default: _added_product,
+    aten.topk.default: _largest,
+    aten.gather.default: _picked,
+    aten.index.Tensor: _indexed,
+    aten.argmax.default: reduction,
+    aten.cumsum.default: softmax,
     aten.embedding.default: _lookup,
     aten.scaled_dot_product_attention.default: _queries,
     aten.cross_entropy_loss.default: _labels,
@@ -692,60 +690,3 @@ def flattened(node: fx.Node) -> fx.Node | None:
 def is_part(node: fx.Node) -> bool:
     """Return whether a node takes one of several results."""
     return node.target is operator.getitem
-
-
-# ---- sizes of parts --------------------------------------------------------------------------------
-
-_SIZES_AT = {
-    aten.view.default: 1,
-    aten.reshape.default: 1,
-    aten._unsafe_view.default: 1,
-    aten.expand.default: 1,
-}
-"""Operators that take the sizes of their result, and the position of these among their arguments."""
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
-
-
-def sizes_of_part(node: fx.Node, cut: int, degree: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an operator's arguments with the sizes that a part of its result has.
-
-    Args:
-        cut: the axis of its result that is divided into ``degree``.
-
-    Raises:
-        CaptureError: a size is not what it was when it was found to be divisible.
-    """
-
-    # 4 heads of 8 features on 2 ranks:
-    #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
-    #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
-    # A size that was left open (a length) never lies along the axis that is cut.
-    def own(size: Any) -> Any:
-        if not isinstance(size, int) or (size > 0 and size % degree):
-            raise CaptureError(
-                f"{node.target} ({node.name}) has size {size} where it is cut into {degree}; pad batches to one "
-                "length, or set tensor_parallel to 1"
-            )
-        return size // degree if size > 0 else size
-
-    if node.target in _SIZES_AT:
-        place = _SIZES_AT[node.target]
-        sizes = list(args[place])
-        sizes[cut] = own(sizes[cut])
-        return (*args[:place], sizes, *args[place + 1 :])
-    if node.target is aten.unflatten.int:
-        first = int(args[1]) % (len(shape_of(node)) - len(args[2]) + 1)
-        if 0 <= cut - first < len(args[2]):
-            sizes = list(args[2])
-            sizes[cut - first] = own(sizes[cut - first])
-            return (args[0], args[1], sizes, *args[3:])
-    axis = int(argument(node, 2, "dim", 0)) if node.target in _SPLITS else None
-    if axis is not None and axis % len(shape_of(node.all_input_nodes[0])) == cut:
-        sizes = [own(size) for size in args[1]] if isinstance(args[1], (list, tuple)) else own(args[1])
-        return (args[0], sizes, *args[2:])
-    if node.target is aten.slice.Tensor and int(args[1]) % len(shape_of(node)) == cut:
-        stops = [
-            size // degree if isinstance(size, int) and abs(size) < 1 << 62 else size for size in args[2:4]
-        ]
-        return (*args[:2], *stops, *args[4:])
-    return args

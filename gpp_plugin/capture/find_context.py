@@ -18,7 +18,7 @@ Tests: tests/capture/test_context.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -40,7 +40,18 @@ from gpp_plugin.capture.axis_rules import (
 from gpp_plugin.capture.find_regions import as_linear
 from gpp_plugin.capture.layout_rules import Rows, State, Whole
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments, written_storages
-from gpp_plugin.ir.analysis import HEADS, POSITIONS, ROWS, ContextCut, ContextPart, WholeLinear
+from gpp_plugin.ir.analysis import (
+    HEADS,
+    MAX_DEGREE,
+    POSITIONS,
+    ROWS,
+    ContextCut,
+    ContextPart,
+    Sharding,
+    WholeLinear,
+    has_gradient,
+)
+from gpp_plugin.ir.block_graph import Block, BlockSharding, OpGraph, OpNode
 
 aten = torch.ops.aten
 
@@ -142,12 +153,14 @@ def find_context(
                 groups={name(each): number for each, number in part.groups.items()},
             )
         )
-    uncut = tuple(
-        WholeLinear(name=node.name, reason=why)
-        for node, why in search.whole.items()
+    # of a scan that is written out, one operator stands for all of its kind
+    first = {
+        (module_path(node), node if node in search.linears else node.target): (node, why)
+        for node, why in reversed(search.whole.items())
         if node not in search.parts
-    )
-    return tuple(parts), uncut
+    }
+    uncut = [WholeLinear(name=node.name, reason=why) for node, why in reversed(first.values())]
+    return tuple(parts), tuple(uncut)
 
 
 class _Search:
@@ -175,6 +188,9 @@ class _Search:
         for node in reversed(self.graph.nodes):
             if node not in self.parts and self._is_free(node):
                 self._look_back(node)
+        for node in self.graph.nodes:
+            if is_part(node) and node.args[0] not in self.parts:
+                self.parts.pop(node, None)
         self._drop_useless()
 
     def _is_free(self, node: fx.Node) -> bool:
@@ -367,8 +383,6 @@ class _Search:
         self, node: fx.Node, rule: Rule, known: Mapping[fx.Node, _Cut]
     ) -> tuple[AxisCut | Sequence[AxisCut], _Reads]:
         reads = _Reads(
-            begins={},
-            linears={},
             parameters=self.parameters,
             cuts={each: AxisCut(cut.axis, cut.parts, each) for each, cut in known.items()},
         )
@@ -442,24 +456,33 @@ class _Search:
                         yield {operand: _Cut(cut.is_heads, axis, parts)}
 
     def _drop_useless(self) -> None:
-        """Make whole again what is cut, made of wholes and read as a whole, and results of whole operators."""
-        for node in self.graph.nodes:
-            if is_part(node) and node in self.parts and node.args[0] not in self.parts:
-                del self.parts[node]
-        while True:
-            bad = [
-                node
-                for node, part in self.parts.items()
-                if node not in self.linears
-                and node.target is not _ATTENTION
-                and node.target not in _PRODUCTS
-                and not any(self._state(each) is not None for each in part.operands)
-                and not any(user in self.parts and node in self.parts[user].operands for user in node.users)
-            ]
-            for node in bad:
-                del self.parts[node]
-            if not bad:
-                return
+        """Make whole again what is only read whole, and is made of wholes, or of less than it is."""
+        # a scan reads exp(mul(times, rates)) at one position after the other: times, a sixteenth of it, are gathered
+        for node in reversed(self.graph.nodes):
+            chain, sources = list[fx.Node](), [node]
+            while (
+                len(sources) == 1 and _bytes(sources[0]) == _bytes(node) and self._is_light(sources[0], chain)
+            ):
+                chain.append(sources[0])
+                sources = [each for each in self.parts[chain[-1]].operands if self._state(each) is not None]
+            if chain and sum(map(_bytes, sources)) < _bytes(node):
+                for each in chain:
+                    del self.parts[each]
+
+    def _is_light(self, node: fx.Node, readers: Sequence[fx.Node]) -> bool:
+        """Return whether an operator on parts costs little, and nothing but some readers wants it in parts."""
+        is_costly = node in self.linears or node.target is _ATTENTION or node.target in _PRODUCTS
+        if node not in self.parts or self.parts[node].sums or is_costly or is_part(node):
+            return False
+        return all(
+            user in readers or user not in self.parts or node not in self.parts[user].operands
+            for user in node.users
+        )
+
+
+def _bytes(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
 
 
 def _linear_operand(node: fx.Node, parameters: Mapping[str, str]) -> fx.Node | None:
@@ -489,3 +512,172 @@ def _rows_of(node: fx.Node) -> fx.Node | None:
             return None
         node = before[0]
     return None
+
+
+# What context ranks divide of each block, in numbers: shares of its costs, and the bytes that they send each other.
+
+MAX_WITHOUT_HEADS = 64
+"""The largest context size that is named for blocks of a model without heads: any divides them."""
+_LOSS_SUM_BYTES = 16
+
+
+def block_contexts(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block]) -> tuple[BlockSharding, ...]:
+    """Return what context ranks divide of blocks, and what they send each other, if all blocks are so divided.
+
+    Args:
+        graph: its sizes are those of the result.
+    """
+    # A block without heads can be divided by any number: it has the degrees of those that it reads parts of, or that
+    # read its parts. So has one that computes nothing on parts, but makes wholes of them.
+    parts = {part.name: part for part in sharding.context}
+    home = {name: block.name for block in blocks for name in block.nodes}
+    read = {node.name: node.inputs for node in graph.nodes}
+    heads = {
+        block.name: math.gcd(*(n for name in block.nodes if name in parts for n in parts[name].heads))
+        for block in blocks
+        if any(not parts.keys().isdisjoint((name, *read[name])) for name in block.nodes)
+    }
+    beside: dict[str, set[str]] = {name: set() for name in heads}
+    for name in home:
+        for source in read[name]:
+            pair = home.get(name, ""), home.get(source, "")
+            if source in parts and pair[0] != pair[1] and heads.keys() >= set(pair):
+                beside[pair[0]].add(pair[1])
+                beside[pair[1]].add(pair[0])
+    degrees = {
+        name: frozenset(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0)
+        for name, size in heads.items()
+        if size
+    }
+    if not degrees:
+        degrees = dict.fromkeys(heads, frozenset(range(2, MAX_WITHOUT_HEADS + 1)))
+    missing = [name for name in heads if name not in degrees]
+    while missing:
+        near = {
+            name: [degrees[other] for other in beside[name] if other in degrees]
+            for name in missing
+            if not degrees.keys().isdisjoint(beside[name])
+        }
+        every = [frozenset[int]().union(*degrees.values())]
+        degrees |= {
+            name: frozenset[int]().union(*found)
+            for name, found in (near or dict.fromkeys(missing, every)).items()
+        }
+        missing = [name for name in missing if name not in degrees]
+    make = _ContextCosts(graph, parts)
+    return tuple(
+        make.of(block, tuple(sorted(degrees[block.name]))) for block in blocks if degrees.get(block.name)
+    )
+
+
+class _ContextCosts:
+    """Adds up what context ranks divide of single blocks, and what they send each other there."""
+
+    def __init__(self, graph: OpGraph, parts: Mapping[str, ContextPart]) -> None:
+        self.graph, self.parts = graph, parts
+        self.nodes = {node.name: node for node in graph.nodes}
+        specs = [*graph.inputs, *(node.output for node in graph.nodes if node.output is not None)]
+        self.bytes = {spec.name: spec.bytes_for(graph.num_samples) for spec in specs}
+        self.bytes |= {name: p.bytes for p in graph.parameters for name in (p.name, *p.aliases)}
+        self.readers: dict[str, list[str]] = {}
+        for node in graph.nodes:
+            for name in node.inputs:
+                self.readers.setdefault(name, []).append(node.name)
+
+    def of(self, block: Block, degrees: tuple[int, ...]) -> BlockSharding:
+        """Return what is divided of a block."""
+        own = [self.nodes[name] for name in block.nodes]
+        cut = [node for node in own if node.name in self.parts]
+        flops = sum(node.flops for node in cut)
+        saved = sum(size for node in own for maker, size in node.keeps if self._keeps_part(node, maker))
+        saved += sum(node.kept_inside_bytes for node in cut)
+        summed = {
+            node.name: _LOSS_SUM_BYTES if part.sums == "mean" else self.bytes[node.name]
+            for node in cut
+            if (part := self.parts[node.name]).sums
+        }
+        gathers, exchanges, groups = self._changes(own)
+        outputs = [name for name in self.graph.outputs.values() if name in block.nodes and self._held(name)]
+        gathers += [name for name in outputs if name not in gathers]
+        inside = frozenset(block.nodes)
+        with_gradient = [name for name in gathers if name not in outputs and self._has_gradient(name)]
+        exchanged = [name for name in exchanges if self._has_gradient(name)]
+        losses = [size for name, size in summed.items() if self._has_gradient(name)]
+        return BlockSharding(
+            block=block.name,
+            degrees=degrees,
+            flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
+            parameter_bytes=0,
+            trainable_bytes=0,
+            saved_share=min(saved / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
+            forward_sums=len(summed),
+            forward_sum_bytes=sum(summed.values()),
+            backward_sums=len(losses),
+            backward_sum_bytes=sum(losses),
+            forward_gathers=len(gathers),
+            forward_gather_bytes=sum(self.bytes[name] for name in gathers),
+            backward_gathers=len(with_gradient),
+            backward_gather_bytes=sum(self.bytes[name] for name in with_gradient),
+            forward_exchanges=len(exchanges),
+            forward_exchange_bytes=sum(self.bytes[name] for name in exchanges),
+            backward_exchanges=len(exchanged),
+            backward_exchange_bytes=sum(self.bytes[name] for name in exchanged),
+            groups=math.gcd(*groups.values()),
+            group_bytes=sum(self.bytes[name] for name in groups),
+            cut_results=tuple(
+                node.name
+                for node in cut
+                if (held := self._held(node.name)) is not None
+                and held.kind == POSITIONS
+                and not inside.issuperset(self.readers.get(node.name, ()))
+            ),
+        )
+
+    def _held(self, name: str) -> ContextCut | None:
+        part = self.parts.get(name)
+        return None if part is None else part.result
+
+    def _has_gradient(self, name: str) -> bool:
+        return has_gradient(self.graph, self.nodes, name)
+
+    def _changes(self, own: Sequence[OpNode]) -> tuple[list[str], list[str], dict[str, int]]:
+        """Return what a block gathers, and exchanges, tensor by tensor; of groups among these, how many there are."""
+        # each form of a tensor is made once, however many read it
+        gathers, exchanges = dict[tuple[str, ContextCut | None], None](), dict[tuple[str, ContextCut], None]()
+        groups: dict[str, int] = {}
+        for node in own:
+            part = self.parts.get(node.name)
+            for name in node.inputs:
+                held, wanted = self._held(name), None if part is None else part.operands.get(name)
+                if held is None or held == wanted or name not in self.bytes:
+                    continue
+                if (
+                    wanted is None
+                    or HEADS not in (held.kind, wanted.kind)
+                    or ROWS in (held.kind, wanted.kind)
+                ):
+                    gathers[name, None] = None
+                    continue
+                exchanges[name, wanted] = None
+                if part is not None and name in part.groups:
+                    groups[name] = part.groups[name]
+        return [name for name, _ in gathers], [name for name, _ in exchanges], groups
+
+    def _keeps_part(self, node: OpNode, maker: str) -> bool:
+        """Return whether a rank keeps its part alone of a storage that an operator keeps."""
+        if node.name not in self.parts:
+            return False
+        operands = self.parts[node.name].operands
+        read = [name for name in node.inputs if maker in (name, self._storage(name))]
+        return all(name in operands for name in read) if read else self._held(node.name) is not None
+
+    def _storage(self, name: str) -> str:
+        node = self.nodes.get(name)
+        return name if node is None else node.storage or name
+
+
+def why_uncut(sharding: Sharding, blocks: Iterable[Block]) -> dict[str, str]:
+    """Return block -> why context ranks do not divide it, of those of these with linear operators or attention."""
+    whole = {each.name: each.reason for each in sharding.uncut}
+    found = {block.name: next((whole[name] for name in block.nodes if name in whole), "") for block in blocks}
+    return {name: reason for name, reason in found.items() if reason}

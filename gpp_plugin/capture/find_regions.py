@@ -35,7 +35,6 @@ from torch import fx
 from gpp_plugin.capture.axis_rules import (
     FLATTENS,
     AxisCut,
-    NeedsLinears,
     NeedsParts,
     NotSharded,
     OperandReads,
@@ -47,6 +46,7 @@ from gpp_plugin.capture.axis_rules import (
     shape_of,
 )
 from gpp_plugin.capture.tracing.clean import module_path, written_arguments
+from gpp_plugin.errors import CaptureError
 from gpp_plugin.ir.analysis import (
     SequencePart,
     ShardedRegion,
@@ -100,6 +100,18 @@ def as_linear(node: fx.Node, parameters: Collection[str]) -> Linear | None:
     return Linear(node, operand, weight, bias if isinstance(bias, fx.Node) else None, columns, rows)
 
 
+MAX_STEPS_BACK = 48
+"""How many operators are looked through for the linear ones that make an operand."""
+
+
+class _NeedsLinears(Exception):
+    """Further linear operators must be cut by columns."""
+
+    def __init__(self, nodes: Iterable[fx.Node]) -> None:
+        super().__init__()
+        self.nodes = tuple(nodes)
+
+
 class _InTheWay(Exception):
     """An operator that cannot compute on parts."""
 
@@ -113,10 +125,13 @@ class _Trial(OperandReads):
     """One attempt at a region.
 
     Args:
+        begins: linear operators cut by columns, and their parts.
+        linears: all linear operators of the graph.
         called: placeholder -> how parameters, buffers and inputs are known.
         needs_gradient: names of nodes and placeholders whose gradient is needed.
     """
 
+    begins: Mapping[fx.Node, tuple[int, ...]]
     linears: Mapping[fx.Node, Linear]
     called: Mapping[str, str]
     needs_gradient: Collection[str]
@@ -125,7 +140,7 @@ class _Trial(OperandReads):
         """Follow what is cut through all its readers, in the graph's order.
 
         Raises:
-            _InTheWay: an operator cannot compute on parts; `NeedsLinears`, `NeedsParts`: another trial may.
+            _InTheWay: an operator cannot compute on parts; `_NeedsLinears`, `NeedsParts`: another trial may.
         """
         # Nodes in order, from the first that begins the region to the last reader of anything that is cut: what lies
         # between and reads nothing that is cut is passed over. ``last`` moves on as readers are found:
@@ -144,6 +159,34 @@ class _Trial(OperandReads):
             if node is last:
                 return
             node = node.next
+
+    def note_sliced(self, operand: fx.Node) -> None:
+        """Refuse to read a part of what linear operators make that could begin the region too."""
+        makers = [node for node in self._makers(operand) if node not in self.begins]
+        if makers:
+            raise _NeedsLinears(makers)
+
+    def _makers(self, operand: fx.Node) -> list[fx.Node]:
+        """Return the linear operators that make an operand, by operators that have rules."""
+        # Backwards from the keys that attention reads beside cut queries: transpose, view, linear; the linear one is
+        # what must begin the region too. A residual stream leads to many operators: after some steps it is abandoned,
+        # and the trial continues as if no operator made the operand (each rank then reads its part of a whole tensor).
+        found, pending, seen = [], [operand], {operand}
+        while pending and len(seen) <= MAX_STEPS_BACK:
+            node = pending.pop()
+            if node in self.linears:
+                found.append(node)
+                continue
+            if node.op != "call_function" or node in self.sums:
+                continue
+            try:
+                is_part(node) or rule_of(node)
+            except NotSharded:
+                continue
+            fresh = [source for source in node.all_input_nodes if source not in seen]
+            seen.update(fresh)
+            pending += fresh
+        return found if len(seen) <= MAX_STEPS_BACK else []
 
     def _look_at(self, node: fx.Node) -> None:
         linear = self.linears.get(node)
@@ -347,7 +390,7 @@ def find_sequence_parts(
     for node in graph.nodes:
         if node.op != "call_function" or any(node in written_arguments(user) for user in node.users):
             continue
-        reads = OperandReads(begins={}, linears={}, parameters=parameters, cuts=cuts)
+        reads = OperandReads(parameters=parameters, cuts=cuts)
         try:
             if node in joins:
                 cut = AxisCut(1, (shape_of(node)[1],), node)
@@ -504,7 +547,7 @@ def _try(node: fx.Node, make_trial: Callable[..., _Trial]) -> _Trial:
         try:
             trial.run()
             return trial
-        except NeedsLinears as more:
+        except _NeedsLinears as more:
             begins |= {other: (shape_of(other)[-1],) for other in more.nodes}
         except NeedsParts as split:
             # checkpoints have equal parts only (`saved_tensors.cut_shard`)
@@ -533,3 +576,60 @@ def _without_half_cut(
                 reason = f"{trial.parameters[node.name]} is read whole by others too"
                 whole[min([*trial.begins, *trial.sums])] = reason
         found = [each for each in found if bad.isdisjoint(each[1].of_parameters)]
+
+
+# ---- sizes of parts --------------------------------------------------------------------------------
+
+_SIZES_AT = {
+    aten.view.default: 1,
+    aten.reshape.default: 1,
+    aten._unsafe_view.default: 1,
+    aten.expand.default: 1,
+}
+"""Operators that take the sizes of their result, and the position of these among their arguments."""
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.split.sizes)
+
+
+def sizes_of_part(node: fx.Node, cut: int, degree: int, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return an operator's arguments with the sizes that a part of its result has.
+
+    Args:
+        cut: the axis of its result that is divided into ``degree``.
+
+    Raises:
+        CaptureError: a size is not what it was when it was found to be divisible.
+    """
+
+    # 4 heads of 8 features on 2 ranks:
+    #     view(q, [2, 8, 4, 8])     becomes 2 heads               view(a, [2, 8, 32])    16 features
+    #     view(q, [2, 8, -1, 8])    finds out by itself: -1 stays   split(qkv, 32, 2)      splits every 16
+    # A size that was left open (a length) never lies along the axis that is cut.
+    def own(size: Any) -> Any:
+        if not isinstance(size, int) or (size > 0 and size % degree):
+            raise CaptureError(
+                f"{node.target} ({node.name}) has size {size} where it is cut into {degree}; pad batches to one "
+                "length, or set tensor_parallel to 1"
+            )
+        return size // degree if size > 0 else size
+
+    if node.target in _SIZES_AT:
+        place = _SIZES_AT[node.target]
+        sizes = list(args[place])
+        sizes[cut] = own(sizes[cut])
+        return (*args[:place], sizes, *args[place + 1 :])
+    if node.target is aten.unflatten.int:
+        first = int(args[1]) % (len(shape_of(node)) - len(args[2]) + 1)
+        if 0 <= cut - first < len(args[2]):
+            sizes = list(args[2])
+            sizes[cut - first] = own(sizes[cut - first])
+            return (args[0], args[1], sizes, *args[3:])
+    axis = int(argument(node, 2, "dim", 0)) if node.target in _SPLITS else None
+    if axis is not None and axis % len(shape_of(node.all_input_nodes[0])) == cut:
+        sizes = [own(size) for size in args[1]] if isinstance(args[1], (list, tuple)) else own(args[1])
+        return (args[0], sizes, *args[2:])
+    if node.target is aten.slice.Tensor and int(args[1]) % len(shape_of(node)) == cut:
+        stops = [
+            size // degree if isinstance(size, int) and abs(size) < 1 << 62 else size for size in args[2:4]
+        ]
+        return (*args[:2], *stops, *args[4:])
+    return args

@@ -31,8 +31,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gpp_plugin.collage.operator_graph import OperatorGraph, bits, run_order
-from gpp_plugin.collage.patterns import BasePatternRule, OperatorPattern, generate_groups, match_pattern
+from gpp_plugin.collage.patterns import (
+    BasePatternRule,
+    OperatorGraph,
+    OperatorPattern,
+    bits,
+    generate_groups,
+    match_pattern,
+    run_order,
+)
 from gpp_plugin.errors import ExtensionError, PlanInfeasible
 from gpp_plugin.plugins import BACKENDS, find_backend
 

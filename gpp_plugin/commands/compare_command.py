@@ -55,6 +55,7 @@ KEYS = (
     "planner",
     "stages",
     "tensor_parallel",
+    "sequence_parallel",
     "memory",
     "lengths.typical",
 )

@@ -22,7 +22,9 @@ stages."""
 _TEXT_LENGTH = 32
 """Tokens of a text, by default."""
 
-_GRAPH_ONLY = "plan schedule trace_path slicing virtual_stages colocate tensor_parallel".split()
+_GRAPH_ONLY = (
+    "plan schedule trace_path slicing virtual_stages colocate tensor_parallel sequence_parallel".split()
+)
 """Keys of the block that say how the graph runs, and nothing of one stage or a chain."""
 _OWN_STAGES = "planner stages data_parallel micro_batch_sizes".split()
 

@@ -155,6 +155,7 @@ def single_plan(request: PlanRequest) -> PipelinePlan:
         num_stages=1,
         data_parallel=None,
         tensor_parallel=1,
+        sequence_parallel=1,
         micro_batch_sizes=None,
         schedule="1f1b",
         zero_stage=0,
@@ -177,6 +178,7 @@ def best_stock(request: PlanRequest) -> PipelinePlan:
         schedule="1f1b",
         memory_optimization=(),
         tensor_parallel=1,
+        sequence_parallel=1,
         is_zero_open=False,
         is_unit_open=False,
     )

@@ -197,6 +197,10 @@ class GraphPipelineConfig(_Block):
             and vocabulary. A number holds for all stages that can be divided so. A number by module path holds for the
             stages with these modules; all others have 1. "auto" is stage by stage the size with the shortest simulated
             step.
+        sequence_parallel: ranks that compute the same samples of a stage together, with all weights. Each has a part of
+            the positions, and in attention all positions of a part of the heads (DeepSpeed-Ulysses). Values are those
+            of `tensor_parallel`; the ranks of a stage are data x sequence x tensor. DeepSpeed's
+            ``sequence_parallel_size``, and a block ``sequence_parallel`` with its ``size``, mean the same.
         zero: "auto" is the ZeRO stage with the shortest step, where ``zero_optimization`` names none. null is the stage
             that is named there, or 0.
         schedule: order of the tasks of every stage. "auto" is the one with the shortest simulated step that memory
@@ -271,6 +275,12 @@ class GraphPipelineConfig(_Block):
     colocate: Literal["auto", "off"] = _key("off", plans=True)
     data_parallel: Auto | Count = _key("auto", plans=True)
     tensor_parallel: Auto | Count | dict[str, Count] = _key(
+        1,
+        '"auto", a whole number of at least 1, or {"module path": number, ...}',
+        inner="a whole number of at least 1",
+        plans=True,
+    )
+    sequence_parallel: Auto | Count | dict[str, Count] = _key(
         1,
         '"auto", a whole number of at least 1, or {"module path": number, ...}',
         inner="a whole number of at least 1",

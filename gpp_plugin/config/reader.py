@@ -41,6 +41,8 @@ from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
 from gpp_plugin.plugins import SCHEDULES, find_schedule
 
 logger = logging.getLogger(__name__)
+SEQUENCE_SIZE = "sequence_parallel_size"
+"""DeepSpeed's own key of the context size."""
 
 # A DeepSpeed configuration as a dict, from all that `deepspeed.initialize` takes.
 
@@ -123,11 +125,44 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
         )
     with _one_line_a_problem():
         config = GraphPipelineConfig.model_validate(_with_new_names(block))
+    config = _with_sequence_parallel(config, plain)
     config = _check_together(config)
     zero = plain.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("stage") is not None:
         config = config.model_copy(update={"zero": None})  # what is named there holds
     return config if config.enabled else None
+
+
+def _with_sequence_parallel(config: GraphPipelineConfig, plain: Mapping[str, Any]) -> GraphPipelineConfig:
+    """Return a block with the context size that DeepSpeed's own keys, or ALST's block, say.
+
+    Raises:
+        ConfigError: a value is not possible, or two say different sizes.
+    """
+    # {"sequence_parallel": {"enabled": true, "size": 4, "mode": "ulysses"}} is what projects ship for ALST; DeepSpeed
+    # itself has the key `sequence_parallel_size`.
+    found: dict[str, Any] = {SEQUENCE_SIZE: plain.get(SEQUENCE_SIZE)}
+    block = plain.get("sequence_parallel")
+    if isinstance(block, Mapping) and block.get("enabled") is not False:
+        found["sequence_parallel.size"] = block.get("size")
+        if block.get("mode") not in (None, "auto", "ulysses"):
+            raise ConfigError(
+                f'sequence_parallel.mode: {show(block["mode"])} is not possible; write "ulysses", which '
+                "exchanges heads for positions, or remove it"
+            )
+    own, path = config.sequence_parallel, ""
+    for key, value in found.items():
+        if value is None or value is False or value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
+            raise ConfigError(f"{key}: {show(value)} is not valid; write a whole number of at least 1")
+        if "sequence_parallel" in config.model_fields_set or path:
+            if value != own:
+                raise ConfigError(
+                    f"{key}: {value}, and {path or place_of('sequence_parallel')} is {show(own)}; keep one of them"
+                )
+        own, path = value, key
+    return config.model_copy(update={"sequence_parallel": own}) if path else config
 
 
 def _with_new_names(block: Mapping[Any, Any]) -> dict[str, Any]:
@@ -481,9 +516,13 @@ def _contradictions(c: GraphPipelineConfig) -> Iterator[tuple[Any, ...]]:
 
 def _check_compile(config: GraphPipelineConfig) -> None:
     """Refuse, with compiled stages, what looks into a stage's code or cuts its tasks."""
-    memory, lengths, tensor = config.memory, config.lengths, config.tensor_parallel
+    memory, lengths = config.memory, config.lengths
+    tensor, sequence = config.tensor_parallel, config.sequence_parallel
     splits = config.schedule in SCHEDULES and find_schedule(config.schedule).splits_backward
-    divides = any(size != 1 for size in (tensor.values() if isinstance(tensor, dict) else [tensor]))
+    divides, cuts = (
+        any(size != 1 for size in (sizes.values() if isinstance(sizes, dict) else [sizes]))
+        for sizes in (tensor, sequence)
+    )
     halves = config.slicing not in ("auto", "off")
     recomputes = memory.recompute == "full"
     refused = [
@@ -495,6 +534,7 @@ def _check_compile(config: GraphPipelineConfig) -> None:
         ("units", config.units, config.units is not None, "each shape of a unit would be compiled"),
         ("locate_nan", True, config.locate_nan, "operators of compiled code are out of sight"),
         ("tensor_parallel", tensor, divides, "what tensor ranks share out is not compiled"),
+        ("sequence_parallel", sequence, cuts, "parts of the positions are not compiled"),
         ("granularity", "node", config.granularity == "node", "compiling single operators gains nothing"),
     ]
     for key, value, is_wrong, reason in refused:

@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph, OpNode
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 
 PREPARED, RECORDED, WHOLE_UNITS = "prepared", "recorded", "whole units"
 """Means of a capture."""
@@ -206,17 +207,21 @@ class Sharding:
     uncut: tuple[WholeLinear, ...] = ()
 
 
-def position_axes(sharding: Sharding, tensors: Iterable[str]) -> dict[str, int]:
+def position_axes(sharding: Sharding, tensors: Mapping[str, TensorSpec]) -> dict[str, int]:
     """Return, of those of these tensors that context ranks make in parts of the positions, the axis of these.
 
-    Rows and heads are left out: what context ranks hold so crosses between stages whole.
+    Rows and heads are left out: what context ranks hold so crosses between stages whole. So are patches of several
+    samples one behind the other, as messages take samples from the same axis.
     """
-    known = frozenset(tensors)
-    return {
-        part.name: part.result.axis
-        for part in sharding.context
-        if part.name in known and part.result is not None and part.result.kind == POSITIONS
-    }
+    found = {}
+    for part in sharding.context:
+        spec = tensors.get(part.name)
+        if spec is None or part.result is None or part.result.kind != POSITIONS:
+            continue
+        is_batch = spec.layout.kind is LayoutKind.BATCH and spec.layout.axis == part.result.axis
+        if not is_batch:
+            found[part.name] = part.result.axis
+    return found
 
 
 def regions_in(regions: Iterable[ShardedRegion], operators: Iterable[str]) -> tuple[ShardedRegion, ...]:
@@ -375,166 +380,6 @@ def block_shardings(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block])
     )
 
 
-MAX_WITHOUT_HEADS = 64
-"""The largest context size that is named for blocks of a model without heads: any divides them."""
-_LOSS_SUM_BYTES = 16
-
-
-def block_contexts(graph: OpGraph, sharding: Sharding, blocks: Sequence[Block]) -> tuple[BlockSharding, ...]:
-    """Return what context ranks divide of blocks, and what they send each other, if all blocks are so divided.
-
-    Args:
-        graph: its sizes are those of the result.
-    """
-    # A block without heads can be divided by any number: it has the degrees of those that it reads parts of, or that
-    # read its parts. So has one that computes nothing on parts, but makes wholes of them.
-    parts = {part.name: part for part in sharding.context}
-    home = {name: block.name for block in blocks for name in block.nodes}
-    read = {node.name: node.inputs for node in graph.nodes}
-    heads = {
-        block.name: math.gcd(*(n for name in block.nodes if name in parts for n in parts[name].heads))
-        for block in blocks
-        if any(not parts.keys().isdisjoint((name, *read[name])) for name in block.nodes)
-    }
-    beside: dict[str, set[str]] = {name: set() for name in heads}
-    for name in home:
-        for source in read[name]:
-            pair = home.get(name, ""), home.get(source, "")
-            if source in parts and pair[0] != pair[1] and heads.keys() >= set(pair):
-                beside[pair[0]].add(pair[1])
-                beside[pair[1]].add(pair[0])
-    degrees = {
-        name: frozenset(d for d in range(2, min(size, MAX_DEGREE) + 1) if size % d == 0)
-        for name, size in heads.items()
-        if size
-    }
-    if not degrees:
-        degrees = dict.fromkeys(heads, frozenset(range(2, MAX_WITHOUT_HEADS + 1)))
-    missing = [name for name in heads if name not in degrees]
-    while missing:
-        near = {
-            name: [degrees[other] for other in beside[name] if other in degrees]
-            for name in missing
-            if not degrees.keys().isdisjoint(beside[name])
-        }
-        every = [frozenset[int]().union(*degrees.values())]
-        degrees |= {
-            name: frozenset[int]().union(*found)
-            for name, found in (near or dict.fromkeys(missing, every)).items()
-        }
-        missing = [name for name in missing if name not in degrees]
-    make = _ContextCosts(graph, parts)
-    return tuple(
-        make.of(block, tuple(sorted(degrees[block.name]))) for block in blocks if degrees.get(block.name)
-    )
-
-
-class _ContextCosts:
-    """Adds up what context ranks divide of single blocks, and what they send each other there."""
-
-    def __init__(self, graph: OpGraph, parts: Mapping[str, ContextPart]) -> None:
-        self.graph, self.parts = graph, parts
-        self.nodes = {node.name: node for node in graph.nodes}
-        specs = [*graph.inputs, *(node.output for node in graph.nodes if node.output is not None)]
-        self.bytes = {spec.name: spec.bytes_for(graph.num_samples) for spec in specs}
-        self.bytes |= {name: p.bytes for p in graph.parameters for name in (p.name, *p.aliases)}
-        self.readers: dict[str, list[str]] = {}
-        for node in graph.nodes:
-            for name in node.inputs:
-                self.readers.setdefault(name, []).append(node.name)
-
-    def of(self, block: Block, degrees: tuple[int, ...]) -> BlockSharding:
-        """Return what is divided of a block."""
-        own = [self.nodes[name] for name in block.nodes]
-        cut = [node for node in own if node.name in self.parts]
-        flops = sum(node.flops for node in cut)
-        saved = sum(size for node in own for maker, size in node.keeps if self._keeps_part(node, maker))
-        saved += sum(node.kept_inside_bytes for node in cut)
-        summed = {
-            node.name: _LOSS_SUM_BYTES if part.sums == "mean" else self.bytes[node.name]
-            for node in cut
-            if (part := self.parts[node.name]).sums
-        }
-        gathers, exchanges, groups = self._changes(own)
-        outputs = [name for name in self.graph.outputs.values() if name in block.nodes and self._held(name)]
-        gathers += [name for name in outputs if name not in gathers]
-        inside = frozenset(block.nodes)
-        with_gradient = [name for name in gathers if name not in outputs and self._has_gradient(name)]
-        exchanged = [name for name in exchanges if self._has_gradient(name)]
-        losses = [size for name, size in summed.items() if self._has_gradient(name)]
-        return BlockSharding(
-            block=block.name,
-            degrees=degrees,
-            flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
-            parameter_bytes=0,
-            trainable_bytes=0,
-            saved_share=min(saved / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
-            forward_sums=len(summed),
-            forward_sum_bytes=sum(summed.values()),
-            backward_sums=len(losses),
-            backward_sum_bytes=sum(losses),
-            forward_gathers=len(gathers),
-            forward_gather_bytes=sum(self.bytes[name] for name in gathers),
-            backward_gathers=len(with_gradient),
-            backward_gather_bytes=sum(self.bytes[name] for name in with_gradient),
-            forward_exchanges=len(exchanges),
-            forward_exchange_bytes=sum(self.bytes[name] for name in exchanges),
-            backward_exchanges=len(exchanged),
-            backward_exchange_bytes=sum(self.bytes[name] for name in exchanged),
-            groups=math.gcd(*groups.values()),
-            group_bytes=sum(self.bytes[name] for name in groups),
-            cut_results=tuple(
-                node.name
-                for node in cut
-                if (held := self._held(node.name)) is not None
-                and held.kind == POSITIONS
-                and not inside.issuperset(self.readers.get(node.name, ()))
-            ),
-        )
-
-    def _held(self, name: str) -> ContextCut | None:
-        part = self.parts.get(name)
-        return None if part is None else part.result
-
-    def _has_gradient(self, name: str) -> bool:
-        return _has_gradient(self.graph, self.nodes, name)
-
-    def _changes(self, own: Sequence[OpNode]) -> tuple[list[str], list[str], dict[str, int]]:
-        """Return what a block gathers, and exchanges, tensor by tensor; of groups among these, how many there are."""
-        # each form of a tensor is made once, however many read it
-        gathers, exchanges = dict[tuple[str, ContextCut | None], None](), dict[tuple[str, ContextCut], None]()
-        groups: dict[str, int] = {}
-        for node in own:
-            part = self.parts.get(node.name)
-            for name in node.inputs:
-                held, wanted = self._held(name), None if part is None else part.operands.get(name)
-                if held is None or held == wanted or name not in self.bytes:
-                    continue
-                if (
-                    wanted is None
-                    or HEADS not in (held.kind, wanted.kind)
-                    or ROWS in (held.kind, wanted.kind)
-                ):
-                    gathers[name, None] = None
-                    continue
-                exchanges[name, wanted] = None
-                if part is not None and name in part.groups:
-                    groups[name] = part.groups[name]
-        return [name for name, _ in gathers], [name for name, _ in exchanges], groups
-
-    def _keeps_part(self, node: OpNode, maker: str) -> bool:
-        """Return whether a rank keeps its part alone of a storage that an operator keeps."""
-        if node.name not in self.parts:
-            return False
-        operands = self.parts[node.name].operands
-        read = [name for name in node.inputs if maker in (name, self._storage(name))]
-        return all(name in operands for name in read) if read else self._held(node.name) is not None
-
-    def _storage(self, name: str) -> str:
-        node = self.nodes.get(name)
-        return name if node is None else node.storage or name
-
-
 def context_of_stage(
     graph: BlockGraph, sharding: Sharding, plan: PipelinePlan, index: int
 ) -> tuple[ContextPart, ...]:
@@ -546,13 +391,6 @@ def context_of_stage(
     divided = {own.block for own in graph.context if stage.context in own.degrees}
     whole = {name for block in graph.blocks if block.name not in divided for name in block.nodes}
     return tuple(part for part in sharding.context if part.name not in whole)
-
-
-def why_uncut(sharding: Sharding, blocks: Iterable[Block]) -> dict[str, str]:
-    """Return block -> why context ranks do not divide it, of those of these with linear operators or attention."""
-    whole = {each.name: each.reason for each in sharding.uncut}
-    found = {block.name: next((whole[name] for name in block.nodes if name in whole), "") for block in blocks}
-    return {name: reason for name, reason in found.items() if reason}
 
 
 def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str) -> dict[str, str]:
@@ -644,21 +482,26 @@ def _sharding(
     parts = {result.name for region in regions for result in region.results}
     parts.update(name for region in regions for name in region.losses)
     own_parts = [sequence[name] for name in block.nodes if name in sequence]
+    results = frozenset(parts)
     parts.update(part.name for part in own_parts)
     cut = {parameter.name for region in regions for parameter in region.parameters}
     nodes = {node.name: node for node in graph.nodes}
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
-    # A storage is saved once, by however many: a region's own results and the inside are in parts, and what is made, or
-    # read, at a rank's positions, in whichever block it is made.
-    saved = {
-        maker: size
-        for node in own
-        for maker, size in node.keeps
-        if maker in parts
-        or maker in sequence
-        or (node.name in sequence and maker in sequence[node.name].operands)
-    }
+    gathered = {part.gathered for part in sequence.values() if part.gathered}
+    inside_names = frozenset(block.nodes)
+    # A storage is saved once, by however many: in parts where all keep them. A region keeps its results, and of what is
+    # gathered for it alone the rank's part. Whole is what several read whole, and what another block makes for a
+    # region: in another stage it would be received whole.
+    kept: dict[str, tuple[int, bool]] = {}
+    for node in own:
+        read = results | (sequence[node.name].operands.keys() if node.name in sequence else gathered)
+        for maker, size in node.keeps:
+            names = [n for n in node.inputs if maker in (n, nodes[n].storage if n in nodes else n)]
+            is_part = read.issuperset(names) if names else node.name in parts
+            is_part &= node.name in sequence or maker in inside_names
+            kept[maker] = size, is_part and kept.get(maker, (0, True))[1]
+    saved = {maker: size for maker, (size, is_part) in kept.items() if is_part}
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     joined = {part.joins for part in own_parts if part.joins}
     summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
@@ -667,7 +510,6 @@ def _sharding(
         assert logits is not None
         label_bytes = logits.shape_for(graph.num_samples)[0] * _NUMBER_BYTES
         summed += [label_bytes, 2 * label_bytes]  # the largest logits; sums and the labels' logits
-    gathered = {part.gathered for part in sequence.values() if part.gathered}
     shared = [_bytes(graph, name) for region in regions for name in region.shared if name not in gathered]
     shared += [_bytes(graph, name) for name in dict.fromkeys(n for p in own_parts for n in p.shared)]
     flops = sum(node.flops for node in own if node.name in operators or node.name in sequence)
@@ -683,7 +525,7 @@ def _sharding(
         and not set(region.shared).isdisjoint(nodes[result.name].inputs)
     )
     forward = [_bytes(graph, part.joins) for part in own_parts if part.joins]
-    backward = [_bytes(graph, p.joins) for p in own_parts if p.joins and _has_gradient(graph, nodes, p.joins)]
+    backward = [_bytes(graph, p.joins) for p in own_parts if p.joins and has_gradient(graph, nodes, p.joins)]
     forward += [_bytes(graph, part.name) for part in own_parts if part.gathered or part.is_gathered]
     beside_bytes = []
     for region in regions:
@@ -694,8 +536,7 @@ def _sharding(
     for part in own_parts:
         fresh = [name for name in part.operands if name not in sequence and name not in sliced]
         sliced.update(fresh)
-        backward += [_bytes(graph, name) for name in fresh if _has_gradient(graph, nodes, name)]
-    inside_names = frozenset(block.nodes)
+        backward += [_bytes(graph, name) for name in fresh if has_gradient(graph, nodes, name)]
     outside = {name for node in graph.nodes if node.name not in inside_names for name in node.inputs}
     return BlockSharding(
         block=block.name,
@@ -721,7 +562,7 @@ def _sharding(
     )
 
 
-def _has_gradient(graph: OpGraph, nodes: Mapping[str, OpNode], name: str) -> bool:
+def has_gradient(graph: OpGraph, nodes: Mapping[str, OpNode], name: str) -> bool:
     """Return whether a gradient of an operator's result, of an input or of a parameter is made."""
     node = nodes.get(name)
     if node is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import networkx as nx
 
@@ -179,6 +179,21 @@ LOSS_KEY = "loss"
 """What users call the stage that yields the loss wherever they name stages; `PipelinePlan.losses` says which it is."""
 
 
+class ModelGrid(NamedTuple):
+    """How many ranks compute the same samples together: context x tensor of them."""
+
+    context: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Return the ranks of a data position."""
+        return self.context * self.tensor
+
+
+ALONE = ModelGrid()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """One stage of the pipeline graph.
@@ -248,6 +263,11 @@ class Stage:
             return self.backend
         number = len(self.compiled)
         return "compiled code" if number == len(self.blocks) else f"compiled code ({number} of its blocks)"
+
+    @property
+    def grid(self) -> ModelGrid:
+        """Return the context x tensor ranks of a data position."""
+        return ModelGrid(self.context, self.tensor)
 
     @property
     def model_parallel(self) -> int:
@@ -596,43 +616,6 @@ def stage_task_us(stage: Stage, kind: TaskKind, half: int | None = None) -> floa
 
 
 # What the graph of a plan's stages says: sinks first, who is behind whom, who is waited for, where no gradient flows.
-
-
-def check_divisibility(plan: PipelinePlan, index: int) -> None:
-    """Refuse a stage whose micro-batches or ranks do not divide evenly.
-
-    Raises:
-        PlanError: says which number does not divide which.
-    """
-    stage = plan.stages[index]
-    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
-        raise PlanError(
-            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
-            f"mini-batch of {plan.mini_batch}; choose a divisor"
-        )
-    check_grid(stage)
-    if not stage.ranks or stage.micro_batch_size % stage.degree:
-        raise PlanError(
-            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
-            f"{stage.micro_batch_size} samples; choose a multiple"
-        )
-
-
-def check_grid(stage: Stage) -> None:
-    """Refuse context and tensor sizes that do not divide a stage's ranks.
-
-    Raises:
-        PlanError: names the sizes.
-    """
-    if min(stage.context, stage.tensor) >= 1 and len(stage.ranks) % stage.model_parallel == 0:
-        return
-    sizes = f"a tensor size of {stage.tensor} does"
-    if stage.context != 1:
-        sizes = f"a context size of {stage.context} and a tensor size of {stage.tensor} do"
-    raise PlanError(
-        f"stage {stage.name!r}: {sizes} not divide its {len(stage.ranks)} ranks; give it as many ranks as data x "
-        "context x tensor"
-    )
 
 
 def sinks_first(plan: PipelinePlan) -> list[int]:

@@ -1,6 +1,6 @@
 """What a plan's step is predicted to cost: the one ledger that is stored with a plan, and that every command prints.
 
-    step  =  compute + tensor sums + bubble + messages + reductions + gathers + optimizer
+    step  =  compute + tensor sums + exchanges + bubble + messages + reductions + gathers + optimizer
 
 Of a collective only the exposed part counts, which the step waits for; the rest is hidden behind tasks. Each term is
 what the step takes longer with it than without: tasks alone, then messages, collectives and the optimizer on top.
@@ -19,6 +19,8 @@ from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.typed_leaves import Bytes, Index, Micros, OneOf, Share
 
 REDUCTIONS, GATHERS, TENSOR_SUMS = "reductions", "gathers", "tensor sums"
+EXCHANGES = "exchanges"
+"""Of context ranks: all that they send each other inside of tasks."""
 
 
 Buckets = tuple[tuple[Share, Micros], ...]
@@ -145,7 +147,7 @@ class CollectiveTime:
         total_us: on the rank with most of them; ``exposed_us``: what the step is longer by.
     """
 
-    kind: Annotated[str, OneOf((REDUCTIONS, GATHERS, TENSOR_SUMS))]
+    kind: Annotated[str, OneOf((REDUCTIONS, GATHERS, TENSOR_SUMS, EXCHANGES))]
     total_us: Micros
     exposed_us: Micros
 

@@ -136,6 +136,21 @@ class Divided:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CutPositions:
+    """What context ranks send each other of a block that they compute all of on parts of its positions.
+
+    Args:
+        heads: that a context size must divide.
+        exchanged: elements of each tensor that goes from parts of the positions to parts of the heads, or back.
+        sums: elements of each tensor that is summed, and whose gradients are: of a loss.
+    """
+
+    heads: tuple[int, ...] = ()
+    exchanged: tuple[int, ...] = ()
+    sums: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSpec:
     """One block by its dimensions; sizes are elements of one sample.
 
@@ -144,6 +159,7 @@ class BlockSpec:
         elementwise: elements read or written outside matrix products, forward; twice that backward.
         launches: operators beside the matrix products.
         divided: by tensor ranks; None: every one of them computes all.
+        cut: by context ranks, likewise; its output begins with the positions.
         is_checkpointed: activation checkpointing keeps its input only, and runs it again. Embeddings and heads are not:
             Megatron-LM, and so AutoPipe, checkpoints transformer layers.
     """
@@ -156,6 +172,7 @@ class BlockSpec:
     elementwise: int = 0
     launches: int = 4
     divided: Divided | None = None
+    cut: CutPositions | None = None
     is_checkpointed: bool = False
 
 
@@ -221,6 +238,8 @@ def assemble(
         tied={},
         saved=tuple(saved) or tuple(tensor for spec in specs for tensor in _own_tensors(spec)),
         sharding=_shardings(specs, edges),
+        context=_contexts(specs, edges),
+        position_axes={f"{spec.name}:out": 1 for spec in specs if spec.cut is not None},
     )
     return AnalyticModel(graph=graph, specs=tuple(specs))
 
@@ -301,6 +320,50 @@ def _sharding(
     )
 
 
+def _contexts(specs: Sequence[BlockSpec], edges: Sequence[tuple[str, str]]) -> tuple[BlockSharding, ...]:
+    """Return what context ranks cut of each block, and what they send each other; as `_shardings`."""
+    # Attention exchanges queries, keys, values and its result; a feed-forward, a projector or a head sends nothing.
+    # What reads the whole of a tensor that is cut, a head that pools or an embedding with images, gathers it.
+    known = {spec.name: spec for spec in specs}
+    all_heads = {heads for spec in specs if spec.cut is not None for heads in spec.cut.heads}
+    found = []
+    for spec in specs:
+        own = spec.cut
+        heads = {math.gcd(*own.heads)} if own is not None and own.heads else all_heads
+        degrees = tuple(n for n in range(2, max(heads, default=0) + 1) if any(h % n == 0 for h in heads))
+        made = [known[src] for src, dst in edges if dst == spec.name]
+        gathered = [math.prod(each.output) for each in made if own is None and each.cut is not None]
+        if not degrees or (own is None and not gathered):
+            continue
+        exchanged, sums = (own.exchanged, own.sums) if own is not None else ((), ())
+        readers = [known[dst] for src, dst in edges if src == spec.name]
+        is_read_so = own is not None and any(each.cut is not None for each in readers)
+        found.append(
+            BlockSharding(
+                block=spec.name,
+                degrees=degrees,
+                flop_share=0.0 if own is None else 1.0,
+                parameter_bytes=0,
+                trainable_bytes=0,
+                saved_share=0.0 if own is None else 1.0,
+                forward_sums=len(sums),
+                forward_sum_bytes=sum(sums) * FLOAT,
+                backward_sums=len(sums),
+                backward_sum_bytes=sum(sums) * FLOAT,
+                forward_gathers=len(gathered),
+                forward_gather_bytes=sum(gathered) * FLOAT,
+                backward_gathers=len(gathered),
+                backward_gather_bytes=sum(gathered) * FLOAT,
+                forward_exchanges=len(exchanged),
+                forward_exchange_bytes=sum(exchanged) * FLOAT,
+                backward_exchanges=len(exchanged),
+                backward_exchange_bytes=sum(exchanged) * FLOAT,
+                cut_results=(f"{spec.name}:out",) if is_read_so else (),
+            )
+        )
+    return tuple(found)
+
+
 MOST_PIECES = 16
 
 
@@ -353,6 +416,7 @@ def in_dtype(graph: BlockGraph, dtype: str) -> BlockGraph:
         },
         saved=scaled(graph.saved, "bytes"),
         sharding=scaled(graph.sharding, *own, *SENT_BYTES),
+        context=scaled(graph.context, *SENT_BYTES),
     )
 
 
@@ -466,6 +530,7 @@ def attention(name: str, *, length: int, hidden: int, heads: int) -> BlockSpec:
             begun_whole=2 * tokens,
             beside=3 * hidden * tokens,
         ),
+        cut=CutPositions(heads=(heads,), exchanged=(tokens,) * 4),
         is_checkpointed=True,
     )
 
@@ -490,6 +555,7 @@ def feed_forward(name: str, *, length: int, hidden: int, inner: int) -> BlockSpe
             begun_whole=2 * tokens,
             beside=inner * tokens,
         ),
+        cut=CutPositions(),
         is_checkpointed=True,
     )
 
@@ -506,6 +572,19 @@ def merged(name: str, parts: Sequence[BlockSpec]) -> BlockSpec:
         launches=sum(part.launches for part in parts),
         is_checkpointed=all(part.is_checkpointed for part in parts),
         divided=_divided_together([part.divided for part in parts]),
+        cut=_cut_together([part.cut for part in parts]),
+    )
+
+
+def _cut_together(parts: Sequence[CutPositions | None]) -> CutPositions | None:
+    """Return what is cut of several blocks in a row; None where one of them is whole."""
+    known = [part for part in parts if part is not None]
+    if len(known) < len(parts):
+        return None
+    return CutPositions(
+        heads=tuple(number for part in known for number in part.heads),
+        exchanged=tuple(size for part in known for size in part.exchanged),
+        sums=tuple(size for part in known for size in part.sums),
     )
 
 
@@ -536,6 +615,7 @@ def linear(name: str, inputs: int, outputs: int, *, rows: int = 1) -> BlockSpec:
         saved=rows * (inputs + outputs),
         elementwise=2 * rows * outputs,
         launches=2,
+        cut=None if rows == 1 else CutPositions(),
     )
 
 

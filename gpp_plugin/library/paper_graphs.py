@@ -15,6 +15,7 @@ from gpp_plugin.library.analytic_models import (
     FLOAT,
     AnalyticModel,
     BlockSpec,
+    CutPositions,
     Divided,
     Gemm,
     assemble,
@@ -412,6 +413,7 @@ def _words(
             scattered=() if has_others else (tokens,),
             forward_sums=(tokens,) if has_others else (),
         ),
+        cut=None if has_others else CutPositions(),
     )
     # The head is tied to the embedding: its weight is held and reduced there as well.
     # By words: the loss takes each token's largest score, and sums its scores and the label's; the input is gathered.
@@ -424,7 +426,8 @@ def _words(
         begun_whole=tokens,
         beside=tokens * vocabulary,
     )
-    return table, dataclasses.replace(linear("head", hidden, vocabulary, rows=length), divided=by_words)
+    head = linear("head", hidden, vocabulary, rows=length)
+    return table, dataclasses.replace(head, divided=by_words, cut=CutPositions(sums=(4,)))
 
 
 def _tower(name: str, layers: int, length: int, hidden: int, heads: int, granularity: str) -> list[BlockSpec]:

@@ -185,7 +185,7 @@ class ModelSource:
         with step("capture"):
             reference = job.reference()
         if job.whole is not None:
-            check_shared_out(reference, config.tensor_parallel)
+            check_shared_out(reference, config)
         if config.loss_mean == "tokens":
             check_divides(type(self._model).__name__, reference.analysis.op_graph)
         if job.whole is not None and config.mode == "async" and config.plan is None:

@@ -271,6 +271,7 @@ def explicit_stages(
             num_stages=number,
             data_parallel=None,
             tensor_parallel=1,
+            sequence_parallel=1,
             cluster=dataclasses.replace(request.cluster, devices=devices),
         )
         plan = make_plan(config.planner, request)
@@ -615,6 +616,11 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
             "tensor_parallel",
             not is_plain and config.tensor_parallel != 1,
             "its stages say how many tensor ranks they have; remove the key",
+        ),
+        (
+            "sequence_parallel",
+            not is_plain and config.sequence_parallel != 1,
+            "its stages say how many context ranks they have; remove the key",
         ),
     ):
         if wrong:

@@ -23,7 +23,7 @@ from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.memory.fitting import StageFitter, fitter_for
 from gpp_plugin.plan.refine.refine import MOVES, Candidate, Refiner
 from gpp_plugin.plan.registry import run_planner
-from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, tensor_rules, unlimited
+from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, grid_rules, unlimited
 from gpp_plugin.plan.selection import NEAR, evaluated_plans, join_memory, simplest, with_alternatives
 
 logger = logging.getLogger(__name__)
@@ -243,9 +243,9 @@ def _baseline_stages(request: PlanRequest, trees: SearchTrees) -> Iterator[tuple
         except PlanError as error:
             logger.debug("planner %s has no plan: %s", name, error)
             continue
-        degrees, sizes = {stage.degree for stage in baseline.stages}, tensor_rules(request)
+        degrees, rules = {stage.degree for stage in baseline.stages}, grid_rules(request)
         if (
-            any(stage.tensor not in sizes.allowed(stage.blocks) for stage in baseline.stages)
+            any(stage.grid not in rules.allowed(stage.blocks) for stage in baseline.stages)
             or request.num_stages not in (None, len(baseline.stages))
             or (request.data_parallel is not None and degrees != {request.data_parallel})
         ):
@@ -257,9 +257,9 @@ def _baseline_stages(request: PlanRequest, trees: SearchTrees) -> Iterator[tuple
 def _baselines(request: PlanRequest, trees: SearchTrees) -> tuple[str, ...]:
     """Return the planners worth asking: all on a chain, where theirs is the whole search space.
 
-    None where devices are of several speeds, which they take for alike, or where tensor sizes are explicit.
+    None where devices are of several speeds, which they take for alike, or where context or tensor sizes are explicit.
     """
-    if trees.costs.is_mixed or request.tensor_parallel not in (1, None):
+    if trees.costs.is_mixed or request.has_grids:
         return ()  # nearly all of them know tensor size 1 alone
     size = len(request.graph.blocks) * request.num_ranks
     if size > MAX_BASELINE_SIZE:

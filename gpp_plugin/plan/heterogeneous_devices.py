@@ -303,7 +303,7 @@ class _RankedChain:
 
     def _reduce_us(self, degree: int, size: int) -> Floats:
         """Return [start, stop] us of one sample's share of the gradients' reduction."""
-        once = self.costs.reduction(degree, 1).us(interval_sums(self._gradient))
+        once = self.costs.reduction(degree).us(interval_sums(self._gradient))
         count = self.costs.num_reductions(self.rules.mini_batch // size)
         shared: Floats = once * count / self.rules.mini_batch
         return shared

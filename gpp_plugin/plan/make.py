@@ -16,7 +16,7 @@ import numpy as np
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge, sinks_first
+from gpp_plugin.ir.plan import ModelGrid, PipelinePlan, Stage, StageEdge, sinks_first
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.schedule import StageSchedule, TaskKind
 from gpp_plugin.ir.tensors import LayoutKind, even_ranges
@@ -66,14 +66,14 @@ class StageDraft:
         )
 
     @property
-    def model_parallel(self) -> int:
-        """Return how many ranks compute the same samples together."""
-        return self.context * self.tensor
+    def grid(self) -> ModelGrid:
+        """Return the context x tensor ranks that compute the same samples together."""
+        return ModelGrid(self.context, self.tensor)
 
     @property
     def num_ranks(self) -> int:
-        """Return the ranks of its grid."""
-        return self.degree * self.model_parallel
+        """Return all its ranks."""
+        return self.degree * self.grid.size
 
 
 def make_drafts(
@@ -156,7 +156,7 @@ def _in_order(graph: BlockGraph, drafts: Sequence[StageDraft], costs: CostModel)
 def _stage_of(draft: StageDraft, name: str, ranks: tuple[int, ...], schedule: str, costs: CostModel) -> Stage:
     """Return the stage with its times; its in-flight count and memory follow from the whole plan."""
     local = draft.micro_batch_size / draft.degree
-    costs = costs if draft.tensor == 1 else costs.at_tensor(draft.tensor, ranks)
+    costs = costs if draft.grid.size == 1 else costs.at_grid(draft.grid, ranks)
     forward, backward = costs.stage_times(costs.indices(draft.blocks), local, ranks)
     return Stage(
         name=name,
@@ -201,7 +201,7 @@ def with_ranks(plan: PipelinePlan, ranks: Sequence[tuple[int, ...]], costs: Cost
     stages = []
     for stage, own in zip(plan.stages, ranks, strict=True):
         changes: dict[str, Any] = {}
-        at, there = costs.on(stage), costs if stage.tensor == 1 else costs.at_tensor(stage.tensor, own)
+        at, there = costs.on(stage), costs.on(dataclasses.replace(stage, ranks=own))
         if at is not there or costs.kinds_of(stage.ranks) != costs.kinds_of(own):
             rows, local = costs.indices(stage.blocks), stage.local_batch_size
             before, after = at.stage_times(rows, local, stage.ranks), there.stage_times(rows, local, own)
@@ -424,8 +424,7 @@ def assign_ranks(
         rank_order: in which ranks are taken; None: by their numbers.
     """
     # Ranks of one data position are consecutive. Where a stage of fewer ranks comes before one of more, its groups
-    # would begin anywhere, and might lie in two nodes: then those of the largest context x tensor size take ranks
-    # first.
+    # would begin anywhere, and might lie in two nodes: then those of the most context x tensor ranks take ranks first.
     #
     #     sizes 1x1, 1x4, 1x2 in order     0 | 1 2 3 4 | 5 6      ranks 3 and 4 may be of two nodes of 4
     #     largest first                    6 | 0 1 2 3 | 4 5      groups of powers of two begin at multiples of them
@@ -435,10 +434,10 @@ def assign_ranks(
     open_drafts = [i for i, draft in enumerate(drafts) if draft.ranks is None]
     start, is_aligned = 0, True
     for i in open_drafts:
-        is_aligned = is_aligned and start % drafts[i].model_parallel == 0
+        is_aligned = is_aligned and start % drafts[i].grid.size == 0
         start += drafts[i].num_ranks
     if not is_aligned:
-        open_drafts.sort(key=lambda i: -drafts[i].model_parallel)
+        open_drafts.sort(key=lambda i: -drafts[i].grid.size)
     found = [draft.ranks or () for draft in drafts]
     start = 0
     for i in open_drafts:

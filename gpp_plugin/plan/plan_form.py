@@ -14,13 +14,14 @@ from typing import Any
 
 from gpp_plugin.config.key_names import name_of
 from gpp_plugin.errors import GppError, PlanError, ScheduleError, first_line
-from gpp_plugin.ir.plan import PipelinePlan, Stage, check_grid, cost_key, forward_only_stages
+from gpp_plugin.ir.plan import PipelinePlan, Stage, cost_key, forward_only_stages
 from gpp_plugin.ir.serialize import check_leaves, from_envelope, load, save
 from gpp_plugin.ir.tensors import DTYPE_BYTES, LayoutKind, TensorSpec
 from gpp_plugin.ir.timeline import EventKind, Timeline
 from gpp_plugin.plugins import SCHEDULES
 from gpp_plugin.schedule.build import build_schedules
 from gpp_plugin.schedule.build_graph import build_task_graph
+from gpp_plugin.schedule.checks.order_check import check_grid
 from gpp_plugin.schedule.event_loop import run_task_graph
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.program_sets import joined_windows

@@ -20,12 +20,14 @@ from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
 from gpp_plugin.plan.request import (
+    AXES,
     BAND,
+    Axis,
+    GridRules,
     PlanRequest,
-    TensorRules,
     check_request,
+    grid_rules,
     one_stage_a_rank,
-    tensor_rules,
 )
 from gpp_plugin.plan.selection import simplest
 from gpp_plugin.plan.tied_blocks import joined_request, parted
@@ -34,8 +36,8 @@ from gpp_plugin.plugins import PLANNERS, find_planner, planning_schedule
 
 PLACING = ("auto", "graphpipe")
 """Planners whose stages may be exchanged between nodes; those of papers place them as they do."""
-KNOW_TENSOR_SIZES = ("auto", "graphpipe", "piper")
-"""Planners that choose tensor sizes; all others give every stage 1."""
+KNOW_GRIDS = ("auto", "graphpipe", "piper")
+"""Planners that choose context and tensor sizes; all others give every stage 1."""
 TAKE_FOR_ALIKE = ("uniform", "pipedream", "autopipe", "piper", "dapple")
 """Planners of papers that know devices of one speed: they cut a model as if all were the quickest."""
 
@@ -66,7 +68,7 @@ def request_for(
     said = (config.planner, config.stages, config.data_parallel, config.schedule)
     is_free = set(said) == {"auto"} and config.virtual_stages in (1, "auto") and config.mode == "sync"
     # "auto" leaves a key to the planner, which sees None
-    virtual, tensor, limit = config.virtual_stages, config.tensor_parallel, config.memory.limit_gb
+    virtual, limit = config.virtual_stages, config.memory.limit_gb
     return PlanRequest(
         graph=graph,
         profile=profile,
@@ -95,7 +97,8 @@ def request_for(
         virtual_stages=None if virtual == "auto" else virtual,
         colocate=config.colocate == "auto",
         band=BAND if is_free else 0.0,
-        tensor_parallel=None if tensor == "auto" else tensor,
+        tensor_parallel=None if config.tensor_parallel == "auto" else config.tensor_parallel,
+        sequence_parallel=None if config.sequence_parallel == "auto" else config.sequence_parallel,
     )
 
 
@@ -140,6 +143,7 @@ def plan_open(name: str, request: PlanRequest, make: Callable[[PlanRequest], Pip
             num_stages=1,
             micro_batch_sizes={"*": stage_of_all.micro_batch_size},
             tensor_parallel=own.tensor_parallel if stage_of_all.tensor == 1 else stage_of_all.tensor,
+            sequence_parallel=own.sequence_parallel if stage_of_all.context == 1 else stage_of_all.context,
         )
         with contextlib.suppress(PlanInfeasible):  # of what else a job says of stages
             plans.append(make(own))
@@ -165,8 +169,8 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
         )
     check_request(request)
     if request.mode == "async":
-        request = dataclasses.replace(request, tensor_parallel=1)
-    wanted = tensor_rules(request)
+        request = dataclasses.replace(request, tensor_parallel=1, sequence_parallel=1)
+    wanted = grid_rules(request)
     request = one_stage_a_rank(request)
     plan = _plan_in_mode(name, request)
     if not isinstance(plan, PipelinePlan):
@@ -180,12 +184,13 @@ def make_plan(name: str, request: PlanRequest) -> PipelinePlan:
     if name in TAKE_FOR_ALIKE and request.cluster.is_mixed:
         note = f"planner {name} takes devices of several speeds for alike, as the quickest; times are those of each"
         plan = dataclasses.replace(plan, notes=(*plan.notes, note))
-    if request.tensor_parallel is None:
-        plan = dataclasses.replace(plan, notes=(*plan.notes, _tensor_note(name, plan, request)))
+    for axis in AXES:
+        if axis.wanted(request) is None:
+            plan = dataclasses.replace(plan, notes=(*plan.notes, _size_note(axis, name, plan, request)))
     return complete_plan(plan, request.graph, request.profile)
 
 
-def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: TensorRules) -> None:
+def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: GridRules) -> None:
     """Refuse a plan, in itself sound, that is not what was requested.
 
     Raises:
@@ -204,34 +209,38 @@ def _check_answer(name: str, plan: PipelinePlan, request: PlanRequest, wanted: T
             raise PlanError(
                 f"planner {name!r} made a plan of {has} {what} where {expected} are requested; use another planner"
             )
-    for stage in plan.stages if request.graph.sharding else ():
-        if stage.tensor not in wanted.allowed(stage.blocks):
-            sizes = (
-                " or ".join(map(str, wanted.allowed(stage.blocks))) or "none that all its blocks are to have"
-            )
-            raise PlanError(
-                f"planner {name!r} gave stage {stage.name!r} a tensor size of {stage.tensor} and "
-                f"{name_of('tensor_parallel')} asks for {sizes}; use one of {', '.join(KNOW_TENSOR_SIZES)}"
-            )
+    for stage in plan.stages if request.graph.sharding or request.graph.context else ():
+        allowed = wanted.allowed(stage.blocks)
+        for axis, size, sizes in zip(
+            AXES, stage.grid, zip(*allowed, strict=True) if allowed else ((), ()), strict=True
+        ):
+            if size not in sizes:
+                possible = (
+                    " or ".join(map(str, dict.fromkeys(sizes))) or "none that all its blocks are to have"
+                )
+                raise PlanError(
+                    f"planner {name!r} gave stage {stage.name!r} a {axis.ranks.split()[0]} size of {size} and "
+                    f"{name_of(axis.key)} asks for {possible}; use one of {', '.join(KNOW_GRIDS)}"
+                )
 
 
-def _tensor_note(name: str, plan: PipelinePlan, request: PlanRequest) -> str:
-    """Return what became of tensor sizes that were left to the planner, and why where all are 1."""
-    sizes = sorted({stage.tensor for stage in plan.stages})
-    known = {each.block for each in request.graph.sharding if each.degrees}
+def _size_note(axis: Axis, name: str, plan: PipelinePlan, request: PlanRequest) -> str:
+    """Return what became of sizes along an axis that were left to the planner, and why where all are 1."""
+    size_of = {stage.name: stage.grid[AXES.index(axis)] for stage in plan.stages}
+    sizes = sorted(set(size_of.values()))
+    known = {block for block, degrees in axis.degrees(request.graph).items() if degrees}
     whole = [block.name for block in request.graph.blocks if block.name not in known]
     some = f"{len(known)} of {len(request.graph.blocks)} blocks can be divided"
     if sizes != [1]:
-        each = ", ".join(f"{stage.name} {stage.tensor}" for stage in plan.stages if stage.tensor > 1)
-        return f"tensor_parallel auto: {each}{' (1 elsewhere)' if 1 in sizes else ''}; {some}"
+        each = ", ".join(f"{stage} {size}" for stage, size in size_of.items() if size > 1)
+        return f"{axis.key} auto: {each}{' (1 elsewhere)' if 1 in sizes else ''}; {some}"
     if not known:
-        why = next(
-            (f"{name!r}: {why}" for name, why in request.graph.undivided.items()), f"{whole[0]!r}, ..."
-        )
-        return f"tensor_parallel auto: 1, as none of the blocks can be divided among ranks: {why}"
-    if name not in KNOW_TENSOR_SIZES:
-        return f"tensor_parallel auto: 1, as planner {name} supports no tensor ranks"
-    return f"tensor_parallel auto: 1 for all stages, as nothing larger is quicker and fits; {some}"
+        reasons = axis.why_whole(request.graph)
+        why = next((f"{block!r}: {why}" for block, why in reasons.items()), f"{whole[0]!r}, ...")
+        return f"{axis.key} auto: 1, as none of the blocks can be divided among ranks: {why}"
+    if name not in KNOW_GRIDS:
+        return f"{axis.key} auto: 1, as planner {name} supports no {axis.ranks}"
+    return f"{axis.key} auto: 1 for all stages, as nothing larger is quicker and fits; {some}"
 
 
 def _plan_in_mode(name: str, request: PlanRequest) -> PipelinePlan:

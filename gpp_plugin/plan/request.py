@@ -22,7 +22,7 @@ from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
 from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
-from gpp_plugin.ir.plan import LOSS_KEY
+from gpp_plugin.ir.plan import ALONE, LOSS_KEY, ModelGrid
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind, divisors, nearest_divisors
 from gpp_plugin.ir.typed_leaves import MOST_COUNT
@@ -70,6 +70,7 @@ class PlanRequest:
         colocate: stages of a branch may be placed on the ranks of others where that is shorter.
         tensor_parallel: tensor size of all stages whose blocks tensor ranks can divide; None: the planner chooses,
             stage by stage; a map from module paths to sizes: of stages with those blocks, 1 of all others.
+        sequence_parallel: context size, likewise.
         band: by which part a plan may be longer than the shortest one where it is simpler, of fewer stages.
         rank_order: all ranks in the order in which stages take them; None: by their numbers, or, where devices are of
             several speeds, the best of the orders that keep each kind together.
@@ -102,6 +103,7 @@ class PlanRequest:
     band: float = 0.0
     rank_order: tuple[int, ...] | None = None
     tensor_parallel: int | dict[str, int] | None = 1
+    sequence_parallel: int | dict[str, int] | None = 1
     rank_limits: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """By rank the bytes that it may use."""
     must_share_ranks: bool = field(init=False, repr=False, compare=False)
@@ -120,6 +122,17 @@ class PlanRequest:
             self, "may_share_ranks", must_share or self.virtual_stages is None or self.colocate
         )
 
+    @property
+    def has_grids(self) -> bool:
+        """Return whether it says which stages have context or tensor ranks."""
+        return self.tensor_parallel not in (1, None) or self.sequence_parallel not in (1, None)
+
+    @property
+    def least_ranks(self) -> int:
+        """Return the fewest ranks that its context and tensor sizes need."""
+        wanted = self.tensor_parallel, self.sequence_parallel
+        return max(max([*each.values(), 1]) if isinstance(each, dict) else each or 1 for each in wanted)
+
 
 def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
     """Return the request as planners take it, whose stages have ranks of their own."""
@@ -127,10 +140,9 @@ def one_stage_a_rank(request: PlanRequest) -> PlanRequest:
         return request
     # numbers of stages that are meant for shared ranks say nothing of a plan without
     stages = None if request.must_share_ranks or request.data_parallel is not None else request.num_stages
-    tensor = 1 if request.must_share_ranks else request.tensor_parallel  # these have no tensor ranks
-    return dataclasses.replace(
-        request, num_stages=stages, virtual_stages=1, colocate=False, tensor_parallel=tensor
-    )
+    if request.must_share_ranks:  # these have neither context nor tensor ranks
+        request = dataclasses.replace(request, tensor_parallel=1, sequence_parallel=1)
+    return dataclasses.replace(request, num_stages=stages, virtual_stages=1, colocate=False)
 
 
 def unlimited(request: PlanRequest) -> PlanRequest:
@@ -189,11 +201,12 @@ def check_request(request: PlanRequest) -> None:
             f"{place_of('vertical_sync')}: has no meaning in mode sync, where all stages step at once; write "
             f"{setting_of('mode', 'async')} or remove it"
         )
-    if r.mode == "async" and r.tensor_parallel not in (1, None):
-        raise PlanError(
-            f"{place_of('tensor_parallel')}: {r.tensor_parallel} is not possible in mode async, which is planned "
-            f"without tensor ranks; write {setting_of('tensor_parallel', 1)}, or {setting_of('mode', 'sync')}"
-        )
+    for axis in AXES if r.mode == "async" else ():
+        if axis.wanted(r) not in (1, None):
+            raise PlanError(
+                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible in mode async, which is planned "
+                f"without {axis.ranks}; write {setting_of(axis.key, 1)}, or {setting_of('mode', 'sync')}"
+            )
     unknown = set(r.memory_optimization) - {"recompute", "swap"}
     if unknown:
         raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
@@ -224,7 +237,7 @@ def _check_counts(r: PlanRequest, num_blocks: int) -> None:
         r.data_parallel is not None
         and r.num_stages is not None
         and not r.may_share_ranks
-        and r.tensor_parallel == 1
+        and r.tensor_parallel == r.sequence_parallel == 1
         and r.data_parallel * r.num_stages != r.num_ranks
     ):
         raise PlanInfeasible(
@@ -250,12 +263,13 @@ def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
     virtual = r.virtual_stages
     if not r.may_share_ranks:
         return
-    if r.must_share_ranks and r.tensor_parallel not in (1, None):
-        raise PlanError(
-            f"{place_of('tensor_parallel')}: {r.tensor_parallel} is not possible where ranks hold several stages; "
-            f"write {setting_of('virtual_stages', 1)} and {setting_of('stages', r.num_ranks)} or less, or "
-            f"{setting_of('tensor_parallel', 1)}"
-        )
+    for axis in AXES if r.must_share_ranks else ():
+        if axis.wanted(r) not in (1, None):
+            raise PlanError(
+                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible where ranks hold several stages; "
+                f"write {setting_of('virtual_stages', 1)} and {setting_of('stages', r.num_ranks)} or less, or "
+                f"{setting_of(axis.key, 1)}"
+            )
     if r.mode == "async":
         wrong = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else "stages"
         raise PlanError(
@@ -294,56 +308,164 @@ def limit_gb(num_bytes: int) -> str:
     return f"{-(-num_bytes // step) * step / 1e9:.9f}".rstrip("0").rstrip(".")
 
 
-# Which micro-batch sizes, degrees and tensor sizes a stage may have: the user's wishes, coupling, divisibility.
+# Which micro-batch sizes, degrees, context and tensor sizes a stage may have: wishes, coupling, divisibility.
 
 MAX_SWEEP = 16
 TENSOR_SIZES = (2, 4, 8)
-"""Tensor sizes above 1 that are tried where the planner chooses."""
+"""Context and tensor sizes above 1 that are tried where the planner chooses; together no more ranks than the last."""
 ANY_SIZE = 0
-"""A way to give stages tensor sizes: each whichever is quickest."""
+"""Of a way to give stages grids: each the size, along this axis, that is quickest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRules:
-    """Which tensor sizes a stage may have by its blocks.
+class Axis:
+    """One of the two axes along which the ranks of a data position divide its work.
 
     Args:
-        sizes: increasing.
-        refused: tensor size -> blocks that no stage of it may hold.
-        divided: tensor size above 1 -> blocks of which its ranks hold a part each; a stage of it has one.
-        ways: to give sizes to all stages of a plan that is considered: the largest each may have up to this one, or
-            `ANY_SIZE`. What is mixed otherwise is a move away.
+        key: of the configuration; ``ranks``: what they are called; ``divides``: what its size must divide.
+        known, whole: fields of `BlockGraph`: blocks that can be divided, and why others cannot.
     """
+
+    key: str
+    ranks: str
+    divides: str
+    known: str
+    whole: str
+
+    def wanted(self, request: PlanRequest) -> int | dict[str, int] | None:
+        """Return what the request says of its sizes."""
+        found: int | dict[str, int] | None = getattr(request, self.key)
+        return found
+
+    def degrees(self, graph: BlockGraph) -> dict[str, tuple[int, ...]]:
+        """Return by block that can be divided the sizes it can be."""
+        return {each.block: each.degrees for each in getattr(graph, self.known)}
+
+    def why_whole(self, graph: BlockGraph) -> dict[str, str]:
+        """Return by block that cannot be divided what is in the way."""
+        found: dict[str, str] = getattr(graph, self.whole)
+        return found
+
+
+CONTEXT = Axis(
+    key="sequence_parallel",
+    ranks="context ranks",
+    divides="the query heads",
+    known="context",
+    whole="uncut",
+)
+TENSOR = Axis(
+    key="tensor_parallel",
+    ranks="tensor ranks",
+    divides="the heads, features or vocabulary",
+    known="sharding",
+    whole="undivided",
+)
+AXES = (CONTEXT, TENSOR)
+"""In the order of `ModelGrid`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SizeRules:
+    """Which sizes along one axis a stage may have: `GridRules` of it."""
 
     sizes: tuple[int, ...] = (1,)
     refused: dict[int, frozenset[str]] = field(default_factory=dict)
     divided: dict[int, frozenset[str]] = field(default_factory=dict)
-    ways: tuple[int, ...] = (1,)
+    is_open: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GridRules:
+    """Which context and tensor sizes a stage may have by its blocks.
+
+    Args:
+        grids: by increasing number of ranks.
+        refused: grid -> blocks that no stage of it may hold.
+        divided: grid of several ranks -> sets of blocks, for each axis those of which its ranks hold a part each; a
+            stage of it has one of each.
+        ways: to give grids to all stages of a plan that is considered: the largest sizes each may have up to these, or
+            `ANY_SIZE`. What is mixed otherwise is a move away.
+    """
+
+    grids: tuple[ModelGrid, ...] = (ALONE,)
+    refused: dict[ModelGrid, frozenset[str]] = field(default_factory=dict)
+    divided: dict[ModelGrid, tuple[frozenset[str], ...]] = field(default_factory=dict)
+    ways: tuple[ModelGrid, ...] = (ALONE,)
 
     @property
     def are_explicit(self) -> bool:
         """Return whether the user says which blocks have which size, so that not all may share a stage."""
-        return bool(self.refused.get(1))
+        return bool(self.refused.get(ALONE))
 
-    def allowed(self, blocks: Iterable[str]) -> list[int]:
-        """Return the tensor sizes of a stage with these blocks, increasing."""
-        if self.sizes == (1,):
-            return [1]
+    def allowed(self, blocks: Iterable[str]) -> list[ModelGrid]:
+        """Return the grids of a stage with these blocks, by increasing number of ranks."""
+        if len(self.grids) == 1:
+            return [ALONE]
         own = frozenset(blocks)
         return [
-            size
-            for size in self.sizes
-            if own.isdisjoint(self.refused.get(size, ()))
-            and (size == 1 or not own.isdisjoint(self.divided.get(size, ())))
+            grid
+            for grid in self.grids
+            if own.isdisjoint(self.refused.get(grid, ()))
+            and all(not own.isdisjoint(divided) for divided in self.divided.get(grid, ()))
         ]
 
 
-def tensor_rules(request: PlanRequest) -> TensorRules:
-    """Resolve the request's tensor sizes to blocks.
+def grid_rules(request: PlanRequest) -> GridRules:
+    """Resolve the request's context and tensor sizes to blocks.
 
     Raises:
-        PlanError: a size divides no heads of a block that shall have it, or there are too few ranks; a key names no
-            module, or one that has nothing to divide.
+        PlanError: a size divides no heads of a block that shall have it, or there are too few ranks or positions; a
+            key names no module, or one that has nothing to divide.
+    """
+    if request.tensor_parallel == request.sequence_parallel == 1:
+        return GridRules()
+    # Both axes, each by itself (`_size_rules`), then both together: layers of 8 heads on context 4 x tensor 4 would
+    # have half a head on each rank, and may not be on that grid.
+    context, tensor = (_size_rules(axis, request) for axis in AXES)
+    most = TENSOR_SIZES[-1] if context.is_open and tensor.is_open else request.num_ranks
+    most = min(most, request.num_ranks)
+    grids = [ModelGrid(c, t) for c in context.sizes for t in tensor.sizes if c * t <= most]
+    grids.sort(key=lambda grid: (grid.size, grid.tensor))
+    heads, shards = CONTEXT.degrees(request.graph), TENSOR.degrees(request.graph)
+    refused, divided = {}, {}
+    for grid in grids:
+        unfit = context.refused.get(grid.context, frozenset()) | tensor.refused.get(grid.tensor, frozenset())
+        if min(grid) > 1:
+            unfit |= {
+                name
+                for name, own in heads.items()
+                if grid.tensor in shards.get(name, ()) and grid.size not in own
+            }
+        if unfit:
+            refused[grid] = unfit
+        if grid.size > 1:
+            sets = context.divided.get(grid.context), tensor.divided.get(grid.tensor)
+            divided[grid] = tuple(each for each in sets if each is not None)
+    return GridRules(grids=tuple(grids), refused=refused, divided=divided, ways=_ways(context, tensor, grids))
+
+
+def _ways(context: _SizeRules, tensor: _SizeRules, grids: Sequence[ModelGrid]) -> tuple[ModelGrid, ...]:
+    """Return `GridRules.ways`."""
+    # context     tensor      ways (context, tensor), 0 is any
+    # 1           auto        (1, 0) (1, 2) (1, 4) (1, 8)
+    # auto        4           (0, 0) (2, 0) (4, 0) (8, 0)
+    # auto        auto        (0, 0) (1, 2) (1, 4) (2, 1) (2, 2) (4, 1) ...
+    axes = (context, tensor)
+    first = ModelGrid(*(1 if own.sizes == (1,) else ANY_SIZE for own in axes))
+    if not any(own.is_open and len(own.sizes) > 1 for own in axes):
+        return (first,)
+    choices = [own.sizes if own.is_open or own.sizes == (1,) else (ANY_SIZE,) for own in axes]
+    largest = max(grid.size for grid in grids)
+    more = (ModelGrid(c, t) for c in choices[0] for t in choices[1])
+    return (first, *(way for way in more if 1 < max(way) and way.size <= largest))
+
+
+def _size_rules(axis: Axis, request: PlanRequest) -> _SizeRules:
+    """Resolve the sizes along one axis to blocks.
+
+    Raises:
+        PlanError: as of `grid_rules`.
     """
     # Layers of 32 heads, a vision tower of 16, an embedding that is not divided:
     #
@@ -354,44 +476,48 @@ def tensor_rules(request: PlanRequest) -> TensorRules:
     #     {..., "vision": 1}           1 4       the same, and 4: vision    4: its layers
     #
     # What the user does not list (an embedding, a head, a norm) belongs to the stage that it lands in: divided there if
-    # its sharding has that size, whole on every tensor rank otherwise, and of size 1 where nothing listed is beside it.
-    requested, graph = request.tensor_parallel, request.graph
+    # its sharding has that size, whole on every rank otherwise, and of size 1 where nothing listed is beside it.
+    requested = axis.wanted(request)
     if requested == 1:
-        return TensorRules()
-    degrees = {each.block: each.degrees for each in graph.sharding}
+        return _SizeRules()
+    degrees = axis.degrees(request.graph)
     if requested is None:
-        sizes = [
-            n for n in TENSOR_SIZES if n <= request.num_ranks and any(n in own for own in degrees.values())
-        ]
-        return TensorRules(
+        most = min([request.num_ranks, *(_positions(request.graph) if axis is CONTEXT else {}).values()])
+        sizes = [n for n in TENSOR_SIZES if n <= most and any(n in own for own in degrees.values())]
+        return _SizeRules(
             sizes=(1, *sizes),
             refused={n: frozenset(name for name, own in degrees.items() if n not in own) for n in sizes},
             divided={n: frozenset(name for name, own in degrees.items() if n in own) for n in sizes},
-            ways=(ANY_SIZE, *sizes) if sizes else (1,),
+            is_open=True,
         )
-    wanted = _wanted_sizes(request, degrees)
+    wanted = _wanted_sizes(axis, request, degrees)
     sizes = sorted({1, *wanted.values()})
-    return TensorRules(
+    return _SizeRules(
         sizes=tuple(sizes),
         refused={n: frozenset(name for name, size in wanted.items() if size != n) for n in sizes},
         divided={n: frozenset(name for name, size in wanted.items() if size == n) for n in sizes if n > 1},
-        ways=(ANY_SIZE,),
     )
 
 
-def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:
-    """Return by block the tensor size that the user wants of its stage; blocks that are under no key have none.
+def _positions(graph: BlockGraph) -> dict[str, int]:
+    """Return by tensor that context ranks have in parts, and that blocks send each other, how many positions it has."""
+    return {name: graph.tensors[name].shape[axis] for name, axis in graph.position_axes.items()}
+
+
+def _wanted_sizes(axis: Axis, request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return by block the size that the user wants of its stage; blocks that are under no key have none.
 
     Nor have those that cannot be divided, but for a size of 1.
 
     Args:
         degrees: by block that can be divided, the sizes it can be.
     """
-    requested, graph = request.tensor_parallel, request.graph
+    requested, graph = axis.wanted(request), request.graph
     wanted: dict[str, int] = {}
+    positions = _positions(graph) if axis is CONTEXT else {}
     by_name = requested if isinstance(requested, dict) else {"": requested or 1}
     for key, size in sorted(by_name.items(), key=lambda item: len(item[0])):
-        where = place_of("tensor_parallel", *([key] if key else []))
+        where = place_of(axis.key, *([key] if key else []))
         if not 1 <= size <= request.num_ranks:
             raise PlanError(
                 f"{where}: {size} is more than the {request.num_ranks} ranks there are; give 1 to {request.num_ranks}"
@@ -399,9 +525,10 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
         blocks = blocks_under(graph, key) if key else [block.name for block in graph.blocks]
         own = [name for name in blocks if name in degrees]
         if size > 1 and not own:
-            why = next((f" ({graph.undivided[name]})" for name in blocks if name in graph.undivided), "")
+            known = axis.why_whole(graph)
+            why = next((f" ({known[name]})" for name in blocks if name in known), "")
             raise PlanError(
-                f"{where}: {size}, and nothing of {_some(blocks)} can be divided among tensor ranks{why}; give 1, or "
+                f"{where}: {size}, and nothing of {_some(blocks)} can be divided among {axis.ranks}{why}; give 1, or "
                 '"auto" for what can be'
             )
         if size == 1:
@@ -413,10 +540,15 @@ def _wanted_sizes(request: PlanRequest, degrees: dict[str, tuple[int, ...]]) -> 
             if size not in degrees[name]:
                 possible = ", ".join(map(str, (1, *degrees[name])))
                 raise PlanError(
-                    f"{where}: {size} does not divide the heads, features or vocabulary of block {name!r}; "
-                    f"give {possible}"
+                    f"{where}: {size} does not divide {axis.divides} of block {name!r}; give {possible}"
                 )
             wanted[name] = size
+        few = [(name, number) for name, number in positions.items() if number < size]
+        if few and own:
+            name, number = few[0]
+            raise PlanError(
+                f"{where}: {size} is more than the {number} positions of {name!r}; give 1 to {number}, or longer texts"
+            )
     return wanted
 
 
@@ -435,7 +567,7 @@ class BatchRules:
         smallest_local: fewest samples one rank may compute at a time.
         sizes_to_try: those worth it for all other stages that are not coupled, increasing; the user's alone, if any.
         degrees: data-parallel degrees that can divide a micro-batch, increasing.
-        grids: these degrees with tensor sizes that the ranks are enough for, fewest ranks first.
+        grids: these degrees with context and tensor sizes that the ranks are enough for, fewest ranks first.
     """
 
     mini_batch: int
@@ -446,9 +578,9 @@ class BatchRules:
     fixed: dict[str, int]
     sizes_to_try: list[int]
     degrees: list[int]
-    grids: list[tuple[int, int]]
+    grids: list[tuple[int, ModelGrid]]
     smallest_local: int = 1
-    tensors: TensorRules = field(default_factory=TensorRules)
+    model: GridRules = field(default_factory=GridRules)
 
     def micro_batch_size(self, blocks: Iterable[str], degree: int, wish: int) -> int | None:
         """Return the micro-batch size of a stage of ``degree`` ranks, or None where there is none.
@@ -504,8 +636,8 @@ def batch_rules(request: PlanRequest) -> BatchRules:
     degrees = [d for d in range(1, request.num_ranks + 1) if request.mini_batch % d == 0]
     if request.data_parallel is not None:
         degrees = [request.data_parallel]
-    tensors = tensor_rules(request)
-    grids = [(d, t) for t in tensors.sizes for d in degrees if d * t <= request.num_ranks or t == 1]
+    model = grid_rules(request)
+    grids = [(d, g) for g in model.grids for d in degrees if d * g.size <= request.num_ranks or g.size == 1]
     return BatchRules(
         mini_batch=request.mini_batch,
         loss_unit=request.loss_unit,
@@ -515,9 +647,9 @@ def batch_rules(request: PlanRequest) -> BatchRules:
         fixed=fixed,
         sizes_to_try=usual_sizes(request) if universal is None else [universal],
         degrees=degrees,
-        grids=sorted(grids, key=lambda grid: (grid[0] * grid[1], grid[1])),
+        grids=sorted(grids, key=lambda grid: (grid[0] * grid[1].size, grid[1].size, grid[1].tensor)),
         smallest_local=request.smallest_local_batch,
-        tensors=tensors,
+        model=model,
     )
 
 

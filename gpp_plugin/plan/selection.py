@@ -127,7 +127,7 @@ def busiest_us(request: PlanRequest, costs: CostModel, drafts: Sequence[StageDra
     worst = 0.0
     for draft in drafts:
         local = draft.micro_batch_size / draft.degree
-        own = costs.at_tensor(draft.tensor)
+        own = costs.at_grid(draft.grid)
         forward, backward = own.stage_times(costs.indices(draft.blocks), local)
         worst = max(worst, (forward + backward) * (request.mini_batch // draft.micro_batch_size))
     return worst
@@ -205,7 +205,7 @@ def _memory_knob(request: PlanRequest, costs: CostModel, stage: Stage, limit: in
     smallest = costs.stage_memory(rows, degree=stage.degree, local=1, in_flight=stage.in_flight)
     if smallest <= limit and stage.local_batch_size > 1 and stage.in_flight * stage.local_batch_size > 1:
         return f"lower {name_of('micro_batch_sizes')}"
-    if request.zero_stage < 1 and stage.degree > 1:
+    if request.zero_stage < 1 and stage.num_replicas > 1:
         return f"write {setting_of('zero', 1)}, add ranks, or raise {name_of('memory.limit_gb')}"
     return f"add ranks (now {request.num_ranks}) or stages, or raise {name_of('memory.limit_gb')}"
 
@@ -218,8 +218,7 @@ def _rank_problem(
 ) -> str:
     """Say that the ranks cannot be shared out, and which numbers near theirs can; what was planned "would work"."""
     workable, tried = [], 0
-    sizes = request.tensor_parallel
-    least = max([*sizes.values(), 1]) if isinstance(sizes, dict) else sizes or 1  # fewer ranks are refused
+    least = request.least_ranks  # fewer are refused
     for count in sorted(range(1, 2 * request.num_ranks + 1), key=lambda n: (abs(n - request.num_ranks), n)):
         if count == request.num_ranks or max(request.num_stages or 1, least) > count:
             continue

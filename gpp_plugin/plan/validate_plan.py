@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -143,6 +144,18 @@ def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
                     f"divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
                 )
 
+    heads, shards = (
+        {each.block: each.degrees for each in known} for known in (graph.context, graph.sharding)
+    )
+    for stage in plan.stages:
+        for name in stage.blocks if min(stage.grid) > 1 else ():
+            divides = stage.tensor in shards.get(name, ()) and stage.context in heads.get(name, ())
+            if divides and stage.model_parallel not in heads[name]:
+                raise PlanError(
+                    f"stage {stage.name!r}: context x tensor sizes of {stage.context} x {stage.tensor} do not divide "
+                    f"the heads of block {name!r}, which {', '.join(map(str, heads[name]))} do; plan again"
+                )
+
 
 def _check_edges(plan: PipelinePlan, graph: BlockGraph) -> None:
     stage_of = {block: i for i, stage in enumerate(plan.stages) for block in stage.blocks}
@@ -274,7 +287,7 @@ def _stage_bytes(
 def _tensor_shares(
     stage: Stage, graph: BlockGraph
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
-    """Return by block what one tensor rank of the stage has of parameters, of what is trained and what is saved."""
+    """Return by block what one rank of the stage has of parameters, of what is trained and what is saved."""
     parameters, trained, saved = ({block.name: 1.0 for block in graph.blocks} for _ in range(3))
     saving = 1.0 - 1.0 / stage.tensor
     for each in graph.sharding if stage.tensor > 1 else ():
@@ -286,6 +299,13 @@ def _tensor_shares(
         if block.trainable_bytes:
             trained[block.name] -= saving * each.trainable_bytes / block.trainable_bytes
         saved[block.name] -= saving * each.saved_share
+    for each in graph.context if stage.context > 1 else ():
+        if stage.context in each.degrees:
+            of_tensor_rank = each.groups // stage.tensor if each.groups % stage.tensor == 0 else each.groups
+            more = stage.context // math.gcd(stage.context, of_tensor_rank) - 1 if each.groups else 0
+            share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
+            share += more * each.group_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
+            saved[each.block] *= share
     return parameters, trained, saved
 
 

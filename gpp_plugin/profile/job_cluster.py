@@ -25,7 +25,6 @@ from gpp_plugin import __version__
 from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.serialize import write_text_whole
 from gpp_plugin.plan.cluster_files import describe_cluster, read_cluster
-from gpp_plugin.profile.cost_store import MeasurementStore, default_directory
 from gpp_plugin.profile.device_links import (
     HostTopology,
     Level,
@@ -36,7 +35,15 @@ from gpp_plugin.profile.device_links import (
     read_topology,
 )
 from gpp_plugin.profile.device_memory import DeviceMemory, MeasuredCommunicator, measure_memory
-from gpp_plugin.profile.machine import CUDA_LINK, host_bytes, make_device, processor_name, reached_speeds
+from gpp_plugin.profile.machine import (
+    CUDA_LINK,
+    MeasurementStore,
+    default_directory,
+    host_bytes,
+    make_device,
+    processor_name,
+    reached_speeds,
+)
 from gpp_plugin.runtime.ranks.collectives import exchange
 from gpp_plugin.runtime.ranks.placement_of_ranks import JobPlacement
 

@@ -39,8 +39,7 @@ from gpp_plugin.profile.analytic_costs import (
     validate_sample_counts,
 )
 from gpp_plugin.profile.block_survey import BlockResult, BlockSurvey, HeldStorages, fit_bytes, shared_storages
-from gpp_plugin.profile.cost_store import CostStore
-from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.profile.machine import CostStore, describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.random_streams import restored_streams
 

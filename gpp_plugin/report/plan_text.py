@@ -301,11 +301,13 @@ def _forward_bytes(plan: PipelinePlan, edge: StageEdge) -> float:
 
 
 def format_ranks(stage: Stage) -> str:
-    """Return a stage's ranks: ``rank 3``, ``ranks 0-3 (2x2)`` of data and tensor positions."""
+    """Return a stage's ranks: ``rank 3``, ``ranks 0-3 (2x2)`` of data x tensor, or of data x context x tensor."""
     ranks = stage.ranks
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     grid = f" ({stage.degree}x{stage.tensor})" if stage.tensor > 1 else ""  # data x tensor
+    if stage.context > 1:
+        grid = f" ({stage.degree}x{stage.context}x{stage.tensor})"
     if ranks == tuple(range(ranks[0], ranks[0] + len(ranks))):
         return f"ranks {ranks[0]}-{ranks[-1]}{grid}"
     return "ranks " + ",".join(map(str, ranks)) + grid

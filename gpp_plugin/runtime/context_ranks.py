@@ -39,8 +39,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from gpp_plugin.capture.axis_rules import FLATTENS, is_part, sizes_of_part
+from gpp_plugin.capture.axis_rules import FLATTENS, is_part
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.find_regions import sizes_of_part
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.errors import CaptureError

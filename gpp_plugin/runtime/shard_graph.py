@@ -35,9 +35,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from gpp_plugin.capture.axis_rules import flattened, sizes_of_part
+from gpp_plugin.capture.axis_rules import flattened
 from gpp_plugin.capture.captured_graph import CapturedGraph
-from gpp_plugin.capture.find_regions import as_linear, bias_of
+from gpp_plugin.capture.find_regions import as_linear, bias_of, sizes_of_part
 from gpp_plugin.capture.layouts import is_random
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of

@@ -25,10 +25,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, Stage, check_divisibility, sinks_first
+from gpp_plugin.ir.plan import PipelinePlan, Stage, sinks_first
 from gpp_plugin.ir.plan import forward_only_stages as stages_without_backwards
 from gpp_plugin.ir.schedule import StageSchedule
 from gpp_plugin.plugins import SCHEDULES, find_schedule
+from gpp_plugin.schedule.checks.order_check import check_divisibility
 from gpp_plugin.schedule.orders.gpipe import forward_only_schedule
 from gpp_plugin.schedule.orders.interleaved import interleaved_schedules
 from gpp_plugin.schedule.orders.slicer import halve_forwards

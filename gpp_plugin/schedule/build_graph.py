@@ -16,10 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gpp_plugin.errors import ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan, check_divisibility, stage_task_us
+from gpp_plugin.ir.plan import PipelinePlan, stage_task_us
 from gpp_plugin.ir.program import Direction
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.checks.order_check import (
+    check_divisibility,
     check_gradient_edges,
     check_schedules,
     check_shared_rows,

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from typing import Any
 
+import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
+from gpp_plugin.capture.export import capture_model
 from gpp_plugin.ir.analysis import HEADS, POSITIONS, ROWS, ContextCut, ContextPart
+from tests.capture.graphs import Calls, captured, run_graph
+from tests.models import TEXT_LENGTH, build
 
 aten = torch.ops.aten
 
@@ -103,3 +109,169 @@ class Emulated:
                 assert own.shape == wanted.shape, node.name
                 torch.testing.assert_close(own, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
         return checked
+
+
+# ---- what is cut of models, and what is not -----------------------------------------------------------
+
+
+def made_of(name: str) -> tuple[CapturedGraph, dict[str, Any]]:
+    """Return the capture of a tiny model, and the values of all its operators."""
+    model, make_batch = build(name)
+    with torch.no_grad():
+        return captured(name), run_graph(captured(name), model, make_batch(2))
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt2", "llama", "t5", "clip", "llava", "whisper", "bert", "sequence_first"]
+)
+def test_parts_of_each_rank_are_those_of_the_whole(name: str):
+    capture, values = made_of(name)
+    parts = capture.analysis.sharding.context
+    for degree in (2, 3, 4):
+        checked = Emulated(capture, values, degree, 2).check()
+        of_heads = {part.name for part in parts if any(number % degree for number in part.heads)}
+        assert checked | of_heads == {part.name for part in parts}
+        assert checked
+
+
+def test_positions_of_a_layer_but_for_its_attention():
+    capture = captured("llama")
+    nodes = {node.name: node for node in capture.graph.nodes}
+    parts = {part.name: part for part in capture.analysis.sharding.context}
+    assert capture.analysis.sharding.uncut == ()
+    linear = next(p for p in parts.values() if nodes[p.name].target is aten.linear.default)
+    assert linear.result == ContextCut(kind=POSITIONS, axis=1)
+    assert list(linear.operands.values()) == [linear.result]  # its weight is whole
+    attention = next(
+        p for p in parts.values() if nodes[p.name].target is aten.scaled_dot_product_attention.default
+    )
+    heads = ContextCut(kind=HEADS, axis=1)
+    assert (attention.result, attention.heads, set(attention.operands.values())) == (heads, (4,), {heads})
+    # keys are read in two groups, before they are repeated for the heads that share them
+    repeated = next(part for part in parts.values() if part.groups)
+    (group,) = repeated.operands
+    assert (repeated.groups, repeated.heads) == ({group: 2}, (4,))
+    assert parts[group].result == ContextCut(kind=POSITIONS, axis=2)
+    # what comes first is cut too: embeddings and rotary tables
+    assert parts["embedding"].operands == {"input_ids": ContextCut(kind=POSITIONS, axis=1)}
+    assert parts["cos"].result == ContextCut(kind=POSITIONS, axis=1)
+    loss = parts["cross_entropy_loss"]
+    assert (loss.result, loss.sums) == (None, "mean")
+    assert set(loss.operands.values()) == {ContextCut(kind=ROWS, axis=0)}
+
+
+def test_rows_are_of_samples_and_positions():
+    parts = {part.name: part for part in captured("gpt2").analysis.sharding.context}
+    assert parts["addmm"].result == ContextCut(kind=ROWS, axis=0)
+    assert parts["view_2"].operands == {"layer_norm": ContextCut(kind=POSITIONS, axis=1)}
+    assert parts["view_3"].result == ContextCut(kind=POSITIONS, axis=1)
+
+
+def test_what_samples_are_pooled_into_stays_whole_and_is_named():
+    blocks = coarsen(captured("clip"))
+    assert {name: reason.split(") ", 1)[1] for name, reason in blocks.uncut.items()} == {
+        "visual_projection": "reads one row of each sample",
+        "text_projection": "reads one row of each sample",
+    }
+    whole = {each.name: each.reason for each in captured("clip").analysis.sharding.uncut}
+    assert whole["select"].endswith("(select) takes one element of the axis that is cut")
+    assert not {"loss", "visual_projection"} & {own.block for own in blocks.context if own.flop_share}
+
+
+def test_a_block_says_what_it_exchanges():
+    own = {each.block: each for each in coarsen(captured("llama")).context}
+    layer = own["model.layers.0"]
+    assert layer.degrees == (2, 4) and own["model.embed_tokens"].degrees == (2, 4)
+    queries, groups = 2 * 4 * TEXT_LENGTH * 8 * 4, 2 * 2 * TEXT_LENGTH * 8 * 4
+    assert (layer.forward_exchanges, layer.forward_exchange_bytes) == (4, 2 * queries + 2 * groups)
+    assert (layer.backward_exchanges, layer.backward_exchange_bytes) == (4, 2 * queries + 2 * groups)
+    assert (layer.groups, layer.group_bytes) == (2, 2 * groups)
+    assert (layer.forward_gathers, layer.forward_sums, layer.parameter_bytes) == (0, 0, 0)
+    assert layer.cut_results == ("add_8",)
+    assert layer.flop_share > 0.99 and layer.saved_share > 0.99
+    head = own["lm_head"]
+    assert (head.forward_sums, head.forward_sum_bytes, head.backward_sums) == (1, 16, 1)
+
+
+def test_a_block_that_makes_a_whole_of_parts_gathers_them():
+    own = {each.block: each for each in coarsen(captured("llava")).context}
+    # images take the places of tokens in the order of all of them
+    features = 2 * 4 * 32 * 4
+    assert (own["model"].forward_gathers, own["model"].forward_gather_bytes) == (1, features)
+    assert own["model"].flop_share == 0.0
+
+
+def test_fingerprints_do_not_depend_on_what_context_ranks_cut():
+    blocks = coarsen(captured("llama"))
+    without = dataclasses.replace(blocks, context=(), uncut={})
+    assert without.fingerprint == blocks.fingerprint
+
+
+# ---- operators, one by one ----------------------------------------------------------------------------
+
+
+def plain_heads(x: torch.Tensor) -> torch.Tensor:
+    return x.view(*x.shape[:2], 3, 2).transpose(1, 2)
+
+
+def mixed(kind: str) -> nn.Module:
+    """Return a model of two linear operators, with an operator between them."""
+
+    def run(model: Any, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        inner = model.up(x)
+        if kind == "cumsum":
+            inner = inner.cumsum(1)
+        if kind == "softmax":
+            inner = inner.softmax(1)
+        if kind == "conv":
+            inner = model.conv(inner.transpose(1, 2)).transpose(1, 2)
+        if kind == "shift":
+            inner = torch.cat([inner[:, 1:], inner[:, :1]], 1)
+        if kind == "reshape":
+            inner = inner.reshape(inner.shape[0], -1, inner.shape[2] * 2).repeat_interleave(2, 1)[..., :6]
+        if kind == "causal":  # one head alone
+            inner = nn.functional.scaled_dot_product_attention(inner, inner * 2, inner * 3, is_causal=True)
+        if kind == "one head":
+            inner = nn.functional.scaled_dot_product_attention(inner, inner * 2, inner * 3)
+        if kind == "products":
+            scores = plain_heads(inner) @ plain_heads(inner * 2).transpose(2, 3)
+            inner = (scores.softmax(-1) @ plain_heads(inner * 3)).transpose(1, 2).reshape(inner.shape)
+        if kind == "summed":
+            return model.down(inner).pow(2).sum() + inner.sum((1, 2)).pow(3).sum()
+        return ((model.down(torch.relu(inner)) - labels) ** 2).mean()
+
+    return Calls(run, up=nn.Linear(4, 6), down=nn.Linear(6, 4), conv=nn.Conv1d(6, 6, 3, padding=1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "whole"),
+    [
+        ("none", "mse"),
+        ("cumsum", "cumsum"),
+        ("softmax", "softmax"),
+        ("conv", "conv1d"),
+        ("shift", "slice"),
+        ("reshape", "reshape"),
+        ("causal", "scaled_dot_product_attention"),
+        ("one head", ""),
+        ("products", ""),
+        ("summed", ""),
+    ],
+)
+def test_an_operator_that_mixes_positions_is_whole(kind: str, whole: str):
+    torch.manual_seed(3)
+    model = mixed(kind)
+    batch = {"x": torch.randn(2, 8, 4), "labels": torch.randn(2, 8, 4)}
+    capture = capture_model(model, batch)
+    with torch.no_grad():
+        values = run_graph(capture, model, batch)
+    cut = {part.name for part in capture.analysis.sharding.context}
+    assert {"linear", "linear_1"} <= cut
+    for degree in (2, 3):
+        Emulated(capture, values, degree, 2).check()
+    if whole and kind != "none":
+        assert not any(name.startswith(whole) for name in cut)
+        assert any(whole in each.reason for each in capture.analysis.sharding.uncut)
+    else:
+        attention = [name for name in cut if "attention" in name or "matmul" in name]
+        assert len(attention) == {"one head": 1, "products": 2}.get(kind, 0)

@@ -23,7 +23,7 @@ from gpp_plugin.capture.recapture import recapture
 from gpp_plugin.ir.analysis import Analysis
 from gpp_plugin.ir.serialize import dumps, loads
 from gpp_plugin.model.graph.stage_costs import describe_module
-from gpp_plugin.profile.cost_store import CostStore
+from gpp_plugin.profile.machine import CostStore
 from gpp_plugin.profile.measure import profile_blocks
 from gpp_plugin.runtime.stage_module import build_stage_function
 from tests.capture import fake_cuda

@@ -12,7 +12,7 @@ from gpp_plugin.collage.op_placement import (
     place_operators,
     search_placements,
 )
-from gpp_plugin.collage.operator_graph import Operator, OperatorGraph
+from gpp_plugin.collage.patterns import Operator, OperatorGraph
 
 LIBRARIES = ("one", "two")
 

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from gpp_plugin.collage.op_placement import OperatorGroup, place_operators
-from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, run_order
+from gpp_plugin.collage.patterns import Operator, OperatorGraph, run_order
 from gpp_plugin.errors import PlanInfeasible
 from tests.collage.test_patterns import random_graph
 

@@ -16,9 +16,11 @@ from gpp_plugin.collage.op_placement import (
     forget,
     patterns_of,
 )
-from gpp_plugin.collage.operator_graph import Operator, OperatorGraph, bits
 from gpp_plugin.collage.patterns import (
     BasePatternRule,
+    Operator,
+    OperatorGraph,
+    bits,
     check_path,
     generate_groups,
     is_op,

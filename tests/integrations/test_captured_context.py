@@ -7,7 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integrations import async_jobs
 from tests.integrations.engine_jobs import B, make_engine, steps
+from tests.integrations.pipedream import reported
+from tests.integrations.test_async import check_parameters, emulate
 from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all
 from tests.models import build
 from tests.ranks import run_kept_ranks
@@ -32,7 +35,6 @@ def _case(name: str, ranks: int, block: dict[str, Any], *, zero: int = 0, clippi
 
 
 FULL = {"recompute": "full"}
-LAYER = ["transformer.h.0"]
 
 ALL_CASES = {
     "llama": _case("llama", 2, one_stage(2, 2), zero=1, clipping=CLIPPING),
@@ -41,7 +43,7 @@ ALL_CASES = {
     "t5": _case("t5", 2, one_stage(2, 2), clipping=CLIPPING),
     "llava": _case("llava", 2, one_stage(2, 2), zero=2),
     "gpt2, tied over stages of unlike sizes": _case(
-        "gpt2", 3, plan_of((LAYER, [0, 1], 2), (["*"], [2], 1)), zero=1, clipping=CLIPPING
+        "gpt2", 3, plan_of((["transformer"], [0, 1], 2), (["*"], [2], 1)), zero=1, clipping=CLIPPING
     ),
     "llama, two data positions": _case("llama", 4, one_stage(4, 2), zero=3, clipping=CLIPPING),
     "gpt2, four context ranks": _case("gpt2", 4, one_stage(4, 4), zero=2),
@@ -123,3 +125,20 @@ def test_checkpoints_go_on_with_other_context_sizes(tmp_path, zero):
         assert answer["same"] == answer["first"]
         assert answer["apart"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_asynchronous_losses_and_weights_are_those_of_the_emulation():
+    # of the second stage's four ranks two have losses, and the others have the positions of the same samples
+    block = plan_of((["vision_model", "visual_projection"], [0, 1], 2), (["*"], [2, 3, 4, 5], 2))
+    config = async_jobs.async_config(
+        mini_batch=16, unit=4, block={**block, "micro_batch_sizes": 8, "vertical_sync": False}
+    )
+    answers = run_kept_ranks(async_jobs.train, 6, "clip", 16, config, timeout_s=600)
+    stages = answers[0]["stages"]
+    emulation = emulate("clip", stages, mini_batch=16, micro=8, unit=4, vertical_sync=False)
+    losses = [emulation.mini_batch(build("clip")[1](16, seed), 8) for seed in range(async_jobs.NUM_BATCHES)]
+    emulation.flush()
+    for answer in answers:
+        assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
+        assert answer["flushed"] == pytest.approx(losses[-1][-1], abs=1e-6)
+    check_parameters(answers, emulation)

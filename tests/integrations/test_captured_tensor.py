@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gpp_plugin.plan.costs.memory_formula import boundary_bytes
+from gpp_plugin.plan.costs.memory_formula import boundary_bytes, expected_counts
 from gpp_plugin.runtime.tensor_ranks import (
     GRADIENT,
     GRADIENT_PARTS,
@@ -56,6 +56,8 @@ def train_one(name: str, block: dict[str, Any], options: dict[str, Any], directo
         "gradients": gradients,
         "shards": shards_of(engine),
         "tensor": [stage.tensor for stage in engine._plan.stages],
+        "memory": engine.memory_report(),
+        "planned": expected_counts(engine.plan, *engine.rank_engine.indices),
     }
     answer["evaluated"] = {n: float(engine.eval_batch(iter([make_batch(n, n)]))) for n in (B, 5)}
     engine.save_pretrained(f"{directory}/export")
@@ -287,6 +289,21 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
         assert all(errors[name] < 1e-5 for name in rounding)
         held |= set(answer["gradients"])
     assert held == set(reference.gradients)
+
+
+KEPT = [case for case, (_, (_, block, _)) in CASES.items() if "four" not in case and "memory" not in block]
+"""Four ranks have unlike parts of five positions; what is received is kept whole where forwards run again."""
+
+
+@pytest.mark.parametrize("case", KEPT)
+def test_what_is_kept_for_backward_is_what_is_planned(trained, case):
+    """Norms and residuals at a rank's positions, what a layer before makes too; what several read whole is kept whole."""
+    for rank, answer in enumerate(trained[case]):
+        counts, planned = answer["memory"].ranks[rank].counts, answer["planned"]
+        assert counts is not None and planned is not None
+        for field in ("held_bytes", "peak_held_bytes"):
+            most = getattr(planned, field)
+            assert 0.9 * most < getattr(counts, field) < 1.02 * most + 1024, field
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -153,7 +153,7 @@ def test_the_table_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 ASKED: list[tuple[str, tuple[Any, ...], tuple[Any, ...]]] = [
     ("managed_gradient_accumulation", (True, None, "auto"), (False,)),
     ("gradient_allreduce_op", ("mean", "MEAN", ""), ("sum",)),
-    ("sequence_parallel_size", (1, "auto", False), (2, 0)),
+    ("data_parallel_size", (1, "auto", False), (2, 0)),
     ("tensor_parallel.autotp_size", (0, 1, False), (2, True)),
     ("zero_optimization.offload_optimizer.ratio", (1.0, 1, None), (0.5,)),
     ("pipeline.activation_checkpoint_interval", (0,), (1,)),
@@ -235,7 +235,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True, "min_loss_scale": 0}}, "fp16.*: .*min_loss_scale must be > 0"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled, bf16.enabled: both are true; choose one"),
     # what stages cannot do
-    ({"sequence_parallel_size": 2}, "sequence_parallel_size: 2 is not supported"),
+    ({"data_parallel_size": 2}, "data_parallel_size: 2 is not supported"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_nontrainable_weights": True}}, "zero_optimization.zero_quant"),
     ({"zero_optimization": {"stage": 3, "cpu_offload_param": True}}, "zero_optimization.cpu_offload_param: true"),
     ({"zero_optimization": 1}, "zero_optimization: expected an object"),

@@ -148,10 +148,10 @@ def test_other_models_need_their_own_batch():
 
 SENT = [
     f"{when}_{what}"
-    for what in ("sum_bytes", "sums", "gather_bytes", "gathers")
+    for what in ("sum_bytes", "sums", "gather_bytes", "gathers", "exchange_bytes", "exchanges")
     for when in ("forward", "backward")
 ] + ["beside_gathers", "beside_gather_bytes"]
-"""Of a `BlockSharding`, what tensor ranks send each other; bytes are of a sample here."""
+"""Of a `BlockSharding`, what ranks send each other; bytes are of a sample here."""
 
 
 def sent_of(each: BlockSharding, num_samples: int) -> dict[str, float]:
@@ -177,14 +177,45 @@ def test_tensor_ranks_divide_what_they_divide_of_the_captured_model():
     assert {len(own.cut_results) for own in graph.sharding} == {0, 1}, "the last layer's result is gathered"
 
 
+def total_sent(parts: tuple[BlockSharding, ...], num_samples: int) -> dict[str, float]:
+    return {name: sum(sent_of(each, num_samples)[name] for each in parts) for name in SENT}
+
+
+def test_context_ranks_cut_what_they_cut_of_the_captured_model():
+    sizes = {**SMALL["mmt"], "hidden": 36, "heads": 6, "inner": 96, "layers": 3}
+    model = MODULES["mmt"](**sizes)
+    traced = coarsen(capture_model(model, make_batch(model, 3, length=10)))
+    graph = build_model("mmt", **sizes, length=10).graph
+    assert total_sent(graph.context, 1) == total_sent(traced.context, 3)
+    own = {each.block: each for each in graph.context}
+    for right in traced.context:
+        each = own[right.block]
+        assert each.degrees == right.degrees == (2, 3, 6)
+        assert (each.forward_exchanges, len(each.cut_results)) == (4, len(right.cut_results))
+        assert each.flop_share == pytest.approx(right.flop_share, abs=0.001)
+        assert each.saved_share == pytest.approx(right.saved_share, abs=0.001)
+    assert own.keys() - {each.block for each in traced.context} == {"head"}, "which gathers what it pools"
+    names = {
+        name.rpartition(":")[0]
+        for name in graph.position_axes
+        if any(name in edge.tensors for edge in graph.edges)
+    }
+    assert names == own.keys() - {"head"}
+    texts = coarsen(captured("gpt2"))
+    sizes = {"layers": 2, "hidden": 32, "heads": 4, "inner": 128, "length": TEXT_LENGTH, "vocabulary": 64}
+    other = total_sent(build_model("transformer", **sizes).graph.context, 1)
+    right = total_sent(texts.context, texts.num_samples)
+    # of a loss 16 bytes are summed, whatever the number of samples
+    assert other.pop("forward_sum_bytes") == other.pop("backward_sum_bytes") == 16
+    assert right.pop("forward_sum_bytes") == right.pop("backward_sum_bytes") == 16 / texts.num_samples
+    assert other == right and other["forward_exchange_bytes"] == 2 * 4 * 4 * TEXT_LENGTH * 32
+
+
 def test_tensor_ranks_of_texts_send_what_those_of_a_captured_llama_do():
     traced = coarsen(captured("llama"))
     sizes = {"layers": 2, "hidden": 32, "heads": 4, "inner": 72, "length": TEXT_LENGTH, "vocabulary": 64}
     graph = build_model("transformer", **sizes).graph
-    own, right = (
-        {name: sum(sent_of(each, of.num_samples)[name] for each in of.sharding) for name in SENT}
-        for of in (graph, traced)
-    )
+    own, right = (total_sent(of.sharding, of.num_samples) for of in (graph, traced))
     assert own == right
     assert own["forward_gather_bytes"] == 10 * 4 * TEXT_LENGTH * 32, "embedding, two layers of four, head"
     images = build_model("multimodal", **sizes, vision_layers=2, vision_hidden=32, patches=4).graph
@@ -192,3 +223,30 @@ def test_tensor_ranks_of_texts_send_what_those_of_a_captured_llama_do():
     assert (first["embedding"].forward_sums, first["embedding"].cut_results) == (1, ())
     assert (first["layers.0"].backward_sums, first["layers.0"].forward_gathers) == (1, 3)
     assert first["vision.1"].forward_gathers == 5, "a projector reads the whole"
+
+
+def test_context_ranks_exchange_heads_and_gather_what_is_read_whole():
+    """A vision tower of 4 heads, whose features are put between the words of a text of 12 heads."""
+    sizes = {"layers": 2, "hidden": 48, "heads": 12, "inner": 72, "length": 10, "vocabulary": 64}
+    graph = build_model(
+        "multimodal", **sizes, vision_layers=1, vision_hidden=32, vision_heads=4, patches=6
+    ).graph
+    cut = {each.block: each for each in graph.context}
+    assert cut.keys() == {block.name for block in graph.blocks}
+    assert {name: each.degrees for name, each in cut.items() if name.endswith(".0")} == {
+        "vision.0": (2, 4), "layers.0": (2, 3, 4, 6, 12),
+    }  # fmt: skip
+    for name, length, width in (("vision.0", 6, 32), ("layers.0", 10, 48), ("layers.1", 10, 48)):
+        assert (cut[name].forward_exchanges, cut[name].backward_exchanges) == (4, 4)
+        assert cut[name].forward_exchange_bytes == cut[name].backward_exchange_bytes == 4 * 4 * length * width
+        assert (cut[name].flop_share, cut[name].saved_share, cut[name].parameter_bytes) == (1, 1, 0)
+    assert (cut["embedding"].flop_share, cut["embedding"].forward_gathers) == (0, 1)
+    assert cut["embedding"].forward_gather_bytes == cut["embedding"].backward_gather_bytes == 4 * 6 * 48
+    assert (cut["head"].forward_sums, cut["head"].backward_sums) == (1, 1)
+    assert sum(each.forward_gathers for each in cut.values()) == 1
+    assert graph.position_axes == {f"{name}:out": 1 for name in cut if name != "embedding"}
+    half = in_dtype(graph, "bf16").context
+    assert [each.forward_exchange_bytes * 2 for each in half] == [
+        each.forward_exchange_bytes for each in graph.context
+    ]
+    assert build_model("dlrm").graph.context == ()

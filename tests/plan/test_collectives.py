@@ -11,7 +11,7 @@ import pytest
 from gpp_benchmarks.published._nccl import nccl_rows
 from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.cluster import Cluster, Link, MeasuredCollective
-from gpp_plugin.ir.plan import Stage
+from gpp_plugin.ir.plan import ModelGrid, Stage
 from gpp_plugin.plan.cluster_files import cluster_names, describe_cluster, read_cluster
 from gpp_plugin.plan.costs.collective_costs import CollectiveCosts, collectives, stack_lines
 from gpp_plugin.plan.costs.cost_model import CostModel
@@ -131,7 +131,7 @@ def test_planners_without_ranks_price_what_the_placed_stage_takes(name):
     for zero in range(4):
         costs = CostModel(graph, make_profile(graph, parameter=1e8), cluster, zero_stage=zero)
         for degree, tensor in ((1, 1), (2, 1), (4, 2), (16, 1), (4, 8)):
-            price = costs.reduction(degree, tensor)
+            price = costs.reduction(degree, ModelGrid(tensor=tensor))
             ranks = tuple(range(degree * tensor))
             stage = Stage(
                 name="s",
@@ -142,7 +142,7 @@ def test_planners_without_ranks_price_what_the_placed_stage_takes(name):
                 in_flight=1,
             )
             assert costs.reduction_us(stage) == pytest.approx(price.us(costs.group_gradient_bytes([0])))
-            latency, per_byte = stack_lines([price, costs.reduction(1, 1)])
+            latency, per_byte = stack_lines([price, costs.reduction(1)])
             for size, found in np.ndenumerate(price.us(sizes)):
                 assert found == pytest.approx(price.us(float(sizes[size])))
                 if sizes[size]:
@@ -166,10 +166,10 @@ def test_tensor_ranks_sum_by_the_quickest_algorithm_at_each_size():
         own, whole = graph.sharding[0], costs.stage_times([0], 1.0)[0]
         alone = whole * (1 - own.flop_share * 15 / 16)
         sums = own.forward_sums * price.us(own.forward_sum_bytes / own.forward_sums / graph.num_samples)
-        assert costs.at_tensor(16).stage_times([0], 1.0)[0] == pytest.approx(alone + sums)
+        assert costs.at_grid(ModelGrid(tensor=16)).stage_times([0], 1.0)[0] == pytest.approx(alone + sums)
         # a stage whose rows are in one node sums there, and one whose row is not over both
-        inside = costs.at_tensor(4, (4, 5, 6, 7))
-        assert inside is costs.at_tensor(4)
+        inside = costs.at_grid(ModelGrid(tensor=4), (4, 5, 6, 7))
+        assert inside is costs.at_grid(ModelGrid(tensor=4))
 
 
 def test_published_figures_of_nccl_tests():

@@ -1,14 +1,17 @@
 """Plans that users write, and what they are told when they are wrong."""
 
 import dataclasses
+import itertools
 import json
 
 import pytest
 
 from gpp_plugin.errors import PlanError, PlanInfeasible
+from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.registry import make_plan
+from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import chain, clip, encoder_decoder, make_graph, make_request
 
 TOWERS = {
@@ -108,6 +111,15 @@ def test_a_saved_plan_is_read_back():
         ([{"modules": ["*"], "devices": 0}], "devices: expected a positive integer"),
         ([{"modules": ["*"], "name": ""}], 'name: expected a text of 1 to 200 characters, found ""$'),
         ([{"modules": ["*"], "name": "x" * 201}], "name: expected a text of 1 to 200 characters"),
+        ([{"modules": ["*"], "context": 0}], "context: expected a positive integer, found 0"),
+        (
+            [{"modules": ["*"], "devices": 4, "context": 3}],
+            r"stages\[0\].context: 3, and 4 ranks are no multiple of it; give the stage a multiple of 3 ranks",
+        ),
+        (
+            [{"modules": ["*"], "context": 2}],
+            "context: 2, and neither ranks nor devices are given; give the stage a multiple of 2 ranks",
+        ),
         ([{"modules": ["*"], "k": 2**31}], "k: 2147483648, and a mini-batch of 16 samples .* give 1 to 16"),
         ([{"modules": ["*"], "devices": 3}], "use 3 ranks and the run has 4"),
         ([{"modules": ["*"], "micro_batch_size": 5}], "does not divide the mini-batch of 16"),
@@ -119,6 +131,72 @@ def test_mistakes_get_one_line(stages, message):
     with pytest.raises(PlanError, match=message) as caught:
         explicit_plan({"stages": stages}, make_request(clip()))
     assert "\n" not in str(caught.value)
+
+
+def with_positions(graph: BlockGraph, *, degrees: tuple[int, ...] = (2, 3, 4)) -> BlockGraph:
+    """Return the graph with tensors of 7 positions along axis 1, but what block ``d`` makes; all but ``b`` divisible."""
+    nothing = dict.fromkeys(
+        (
+            "parameter_bytes",
+            "trainable_bytes",
+            "forward_sums",
+            "forward_sum_bytes",
+            "backward_sums",
+            "backward_sum_bytes",
+        ),
+        0,
+    )
+    divided = (b.name for b in graph.blocks if b.name != "b")
+    context = tuple(
+        BlockSharding(block=name, degrees=degrees, flop_share=1.0, saved_share=1.0, **nothing)
+        for name in divided
+    )
+    return dataclasses.replace(
+        graph,
+        tensors={name: dataclasses.replace(spec, shape=(1, 7, 8)) for name, spec in graph.tensors.items()},
+        context=context,
+        position_axes={name: 1 for name in graph.tensors if not name.startswith("d:")},
+    )
+
+
+def test_stages_of_context_ranks_hold_what_crosses_in_parts_of_the_positions():
+    """Block ``b`` is not divided, and what ``d`` makes has no positions: both cross whole."""
+    groups = [["a"], ["b0", "b"], ["c"], ["d"], ["e"]]
+    graph = with_positions(make_graph([*itertools.pairwise(sum(groups, [])), ("a", "e")], loss="e"))
+    sizes = [(2, 2), (2, 2), (1, 1), (4, 4), (3, 3)]
+    spec = {
+        "stages": [
+            {"modules": group, "devices": devices, "context": context}
+            for group, (devices, context) in zip(groups, sizes, strict=True)
+        ]
+    }
+    request = make_request(graph, ranks=12)
+    plan = explicit_plan(spec, request)
+    assert [(stage.context, stage.degree, len(stage.ranks)) for stage in plan.stages] == [
+        (2, 1, 2), (2, 1, 2), (1, 1, 1), (4, 1, 4), (3, 1, 3)
+    ]  # fmt: skip
+    assert [(e.src, e.dst, e.src_shard_axis, e.dst_shard_axis) for e in plan.edges] == [
+        (0, 1, 1, 1), (0, 4, 1, 1), (1, 2, None, None), (2, 3, None, 1), (3, 4, None, None)
+    ]  # fmt: skip
+    assert explicit_plan(json.loads(dumps(plan)), request) == plan
+    whole = dataclasses.replace(plan.edges[0], dst_shard_axis=None)
+    with pytest.raises(
+        PlanError, match="edges differ from the model's between stages .*, in what they send or the axes"
+    ):
+        validate_plan(dataclasses.replace(plan, edges=(whole, *plan.edges[1:])), graph)
+    spec["stages"][4]["context"] = 1  # three data positions then
+    assert [e.dst_shard_axis for e in explicit_plan(spec, make_request(graph, ranks=12, mini_batch=12)).edges] == [
+        1, None, None, 1, None
+    ]  # fmt: skip
+
+
+def test_a_context_size_that_blocks_do_not_have_is_refused():
+    graph = with_positions(make_graph([("a", "c")], loss="c"), degrees=(2, 4))
+    spec = {"stages": [{"modules": [name], "devices": 3, "context": 3} for name in ("a", "c")]}
+    with pytest.raises(
+        PlanError, match=r"a context size of 3 does not divide block 'a', .* by 2, 4, nor any other"
+    ):
+        explicit_plan(spec, make_request(graph, ranks=6))
 
 
 def test_a_coupled_stage_needs_whole_units():

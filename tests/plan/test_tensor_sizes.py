@@ -15,6 +15,7 @@ from gpp_plugin import api
 from gpp_plugin.commands import plan_command
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
+from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.serialize import dumps
 from gpp_plugin.library.paper_graphs import build_model
@@ -23,7 +24,7 @@ from gpp_plugin.plan.costs.estimate import evaluate_us
 from gpp_plugin.plan.explicit_plan import explicit_plan
 from gpp_plugin.plan.make import StageDraft, assign_ranks, build_plan
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, blocks_under, tensor_rules
+from gpp_plugin.plan.request import PlanRequest, blocks_under, grid_rules
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import chain, make_cluster, make_profile, make_request
 
@@ -70,33 +71,36 @@ def test_a_block_takes_its_share_and_the_sums_of_its_tensor_ranks() -> None:
     cluster = make_cluster(4, bandwidth=1e9, latency=3.0)
     costs = CostModel(graph, profile_of(graph), cluster)
     # two samples on two ranks: 200 x (0.2 + 0.8 / 2) us, a ring of 2 steps of 3 us, 16,000 bytes at 1,000 a us
-    forward, backward = costs.at_tensor(2).stage_times([0], 2.0)
+    forward, backward = costs.at_grid(ModelGrid(tensor=2)).stage_times([0], 2.0)
     assert forward == pytest.approx(120.0 + 2 * 3.0 + 16.0)
     assert backward == pytest.approx(240.0 + 2 * 2 * 3.0 + 16.0)
-    whole = sum(costs.at_tensor(2).split_times([0], 2.0))
+    whole = sum(costs.at_grid(ModelGrid(tensor=2)).split_times([0], 2.0))
     assert whole == pytest.approx(backward)
     # half of a backward's 240 us is of weights: a tenth of these hides 12 us of the sums, half all 28
     for share, hidden in ((0.1, 12.0), (0.5, 28.0)):
         own = dataclasses.replace(graph.sharding[0], beside_share=share)
         beside = dataclasses.replace(graph, sharding=(own, *graph.sharding[1:]))
-        some = CostModel(beside, profile_of(beside), cluster).at_tensor(2)
+        some = CostModel(beside, profile_of(beside), cluster).at_grid(ModelGrid(tensor=2))
         assert some.stage_times([0], 2.0) == pytest.approx((forward, backward - hidden))
         assert some.hidden_sums(2.0)[0] == pytest.approx(hidden)
         assert sum(some.split_times([0], 2.0)) == pytest.approx(whole), (
             "a first part makes no weight gradient"
         )
     # parameters, gradients 1000 x (0.2 + 0.8 / 4), saved 100 x (0.5 + 0.5 / 4) a sample
-    assert costs.at_tensor(4).stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 400 + 2 * 62.5
+    assert (
+        costs.at_grid(ModelGrid(tensor=4)).stage_memory([0], degree=1, local=1, in_flight=2)
+        == 2 * 400 + 2 * 62.5
+    )
     assert costs.stage_memory([0], degree=1, local=1, in_flight=2) == 2 * 1000 + 2 * 100
 
 
 def test_blocks_without_sharding_cost_what_they_do_on_one_rank() -> None:
     graph = chain(2)
     costs = CostModel(graph, profile_of(graph), make_cluster(4))
-    assert costs.at_tensor(2) is costs
+    assert costs.at_grid(ModelGrid(tensor=2)) is costs
     mixed = dataclasses.replace(divisible(2), sharding=divisible(2).sharding[:1])
     costs = CostModel(mixed, profile_of(mixed), make_cluster(4))
-    assert costs.at_tensor(2).stage_times([1], 1.0) == costs.stage_times([1], 1.0)
+    assert costs.at_grid(ModelGrid(tensor=2)).stage_times([1], 1.0) == costs.stage_times([1], 1.0)
 
 
 def test_tensor_ranks_of_a_data_position_stay_in_a_node() -> None:
@@ -289,11 +293,11 @@ def test_blocks_of_unlike_sizes_share_no_stage() -> None:
     request = request_of(divisible(2), ranks=4, num_stages=1, tensor_parallel={"layers.0": 2, "layers.1": 4})
     with pytest.raises(PlanInfeasible, match="4 ranks in 1 stages cannot"):
         make_plan("auto", request)
-    rules = tensor_rules(
+    rules = grid_rules(
         request_of(divisible(4), ranks=4, tensor_parallel={"layers": 2, "layers.1": 1, "layers.2": 4})
     )
-    assert rules.allowed(["layers.0", "layers.3"]) == [2] and rules.allowed(["layers.2"]) == [4]
-    assert rules.allowed(["layers.1"]) == [1]
+    assert rules.allowed(["layers.0", "layers.3"]) == [(1, 2)] and rules.allowed(["layers.2"]) == [(1, 4)]
+    assert rules.allowed(["layers.1"]) == [(1, 1)]
     assert rules.allowed(["layers.0", "layers.1"]) == rules.allowed(["layers.0", "layers.2"]) == []
 
 
@@ -368,8 +372,8 @@ def test_the_library_knows_what_its_layers_divide(name: str, divided: int) -> No
         block = graph.block(each.block)
         assert each.degrees == (2, 4, 8) and 0 < each.parameter_bytes <= block.parameter_bytes
         assert 0 <= each.saved_share <= 1
-    rules = tensor_rules(request_of(graph, ranks=4))
-    assert rules.sizes == ((1, 2, 4) if divided else (1,))
+    rules = grid_rules(request_of(graph, ranks=4))
+    assert rules.grids == (((1, 1), (1, 2), (1, 4)) if divided else ((1, 1),))
 
 
 def test_piper_chooses_both_degrees_as_in_its_paper() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from gpp_plugin.errors import ProfileError
 from gpp_plugin.ir.profile import BlockCost, Profile
-from gpp_plugin.profile.cost_store import CostStore, default_directory
+from gpp_plugin.profile.machine import CostStore, default_directory
 
 KEY = {"graph": "abc", "samples": [1, 2], "device": "cpu (1 thread)"}
 

@@ -62,6 +62,8 @@ class ThreadTransport:
         self.most_held = max(self.most_held, len(self.held))
 
     def bind_send(self, message, payloads, edge):
+        assert payloads, "nothing travels"
+
         def post(tensors: Sequence[Tensor]) -> _Sent:
             for tensor, payload in zip(tensors, payloads, strict=True):
                 assert tensor.shape == payload.shape
@@ -74,6 +76,8 @@ class ThreadTransport:
         return post
 
     def bind_receive(self, message, payloads, edge):
+        assert payloads, "nothing travels"
+
         def post(buffers: Sequence[Tensor]) -> _Arrival:
             self.watch(buffers)
             return _Arrival(self._queues[message], buffers)

@@ -1,6 +1,7 @@
-"""Stages whose ranks are a data x tensor grid: who sends what to whom, and programs that are proven to finish."""
+"""Stages whose ranks are a data x context x tensor grid: who sends what to whom, and programs that are proven to finish."""
 
 import dataclasses
+import math
 import random
 
 import pytest
@@ -25,13 +26,17 @@ ACTIVATION, GRADIENT = Direction.ACTIVATION, Direction.GRADIENT
 
 
 def grid_plan(*grids, sizes=None, shards=(None, None), mini_batch=None, in_flight=2) -> PipelinePlan:
-    """Return a chain of stages of (data, tensor) ranks; ``shards`` are the axes at the ends of every edge."""
-    sizes = sizes or [data for data, _ in grids]
+    """Return a chain of stages of (data, tensor) or (data, tensor, context) ranks.
+
+    ``shards`` are the axes at the ends of every edge.
+    """
+    whole = [(*grid, 1)[:3] for grid in grids]
+    sizes = sizes or [data for data, *_ in whole]
     axes = {"src_shard_axis": shards[0], "dst_shard_axis": shards[1]}
     edges = [make_edge(i, i + 1, num_bytes=12.0, **axes) for i in range(len(grids) - 1)]
     plan = simple_plan(sizes, [], mini_batch=mini_batch or 2 * max(sizes), forward_us=10.0, backward_us=20.0)
     plan = with_all(dataclasses.replace(plan, edges=tuple(edges)), in_flight=in_flight)
-    return on_rows(plan, *zip(*grids, strict=True))
+    return on_rows(plan, *zip(*whole, strict=True))
 
 
 def messages_of(plan, direction):
@@ -79,6 +84,46 @@ def test_every_receiver_gets_exactly_its_part(shards, direction):
             assert len({pair[:2] for pair in pairs}) == len(pairs)
 
 
+def context_pairs(producers, consumers, direction, *shards):
+    """Return the pairs of stages of context x tensor ranks."""
+    grids = [(1, tensor, context) for context, tensor in (producers, consumers)]
+    return [tuple(pair) for pair in tensor_pairs(grid_plan(*grids, shards=shards), 0, direction)]
+
+
+def test_parts_of_the_positions_are_whole_on_all_tensor_ranks_of_a_context_position():
+    # places 0 and 1 have the first half, 2 and 3 the second: each half comes from one of two holders
+    halves = [(0, 0, 0.5), (2, 0, 0.5), (1, 1, 0.5), (3, 1, 0.5)]
+    assert context_pairs((2, 2), (1, 2), ACTIVATION, 1, None) == halves
+    assert context_pairs((2, 2), (1, 2), GRADIENT, 1, None) == [
+        (0, 0, 0.5),
+        (1, 1, 0.5),
+        (0, 2, 0.5),
+        (1, 3, 0.5),
+    ]
+    assert context_pairs((2, 2), (2, 2), ACTIVATION, 1, 1) == [(place, place, 0.5) for place in range(4)]
+    sixths = [(0, 0, 2 / 6), (1, 1, 1 / 6), (3, 1, 1 / 6), (2, 2, 2 / 6)]
+    assert context_pairs((2, 2), (3, 1), ACTIVATION, 1, 1) == sixths
+    assert context_pairs((2, 1), (2, 2), ACTIVATION, None, None) == [
+        (0, 0, 1.0),
+        (1, 1, 1.0),
+        (0, 2, 1.0),
+        (1, 3, 1.0),
+    ]
+
+
+def test_ranks_of_the_same_samples_are_those_of_context_and_tensor():
+    stage = grid_plan((2, 2, 3), (1, 1), sizes=(4, 4)).stages[0]
+    assert (stage.degree, stage.num_replicas, stage.local_batch_size) == (2, 6, 2)
+    assert [stage.position(rank) for rank in (0, 5, 6, 11)] == [(0, 0), (0, 5), (1, 0), (1, 5)]
+    assert [(stage.context_position(rank), stage.tensor_position(rank)) for rank in range(6)] == [
+        (0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)
+    ]  # fmt: skip
+    assert (stage.data_ranks(1), stage.model_ranks(1)) == ((1, 7), (6, 7, 8, 9, 10, 11))
+    assert (stage.replicas(1), stage.context_ranks(1, 1)) == ((1, 3, 5, 7, 9, 11), (7, 9, 11))
+    assert [stage.part_at(place, 1) for place in range(6)] == [0, 0, 1, 1, 2, 2]
+    assert len({stage.samples(0, rank) for rank in stage.model_ranks(0)}) == 1
+
+
 def test_a_grid_reshards_over_samples_and_tensor_ranks():
     plan = grid_plan((2, 2), (3, 1), mini_batch=6, sizes=(6, 6))
     assert messages_of(plan, ACTIVATION) == [(0, 4, 0, 2), (0, 5, 2, 1), (2, 5, 3, 1), (2, 6, 4, 2)]
@@ -100,7 +145,7 @@ def test_plans_of_earlier_releases_are_read():
     plan = grid_plan((1, 1), (2, 1))
     plain = to_plain(plan)
     for stage in plain["stages"]:
-        del stage["tensor"]
+        del stage["tensor"], stage["context"]
     for edge in plain["edges"]:
         del edge["src_shard_axis"], edge["dst_shard_axis"]
     assert from_plain(PipelinePlan, plain) == plan
@@ -109,19 +154,18 @@ def test_plans_of_earlier_releases_are_read():
 
 
 def with_rows(plan: PipelinePlan, rng: random.Random) -> PipelinePlan:
-    """Return the plan with rows of 1 to 3 tensor ranks in place of its ranks, numbered at random."""
-    sizes = [rng.choice([1, 1, 2, 3]) for _ in plan.stages]
-    numbers = list(range(sum(len(s.ranks) * t for s, t in zip(plan.stages, sizes, strict=True))))
+    """Return the plan with rows of context x tensor ranks in place of its ranks, numbered at random."""
+    grids = [rng.choice([(1, 1), (1, 2), (1, 3), (2, 1), (3, 1), (2, 2)]) for _ in plan.stages]
+    counts = [len(s.ranks) * math.prod(grid) for s, grid in zip(plan.stages, grids, strict=True)]
+    numbers = list(range(sum(counts)))
     rng.shuffle(numbers)
-    ranks = [
-        tuple(numbers.pop() for _ in range(len(stage.ranks) * tensor))
-        for stage, tensor in zip(plan.stages, sizes, strict=True)
-    ]
-    return plan.with_each(ranks=ranks, tensor=sizes)
+    ranks = [tuple(numbers.pop() for _ in range(count)) for count in counts]
+    context, tensor = zip(*grids, strict=True)
+    return plan.with_each(ranks=ranks, context=context, tensor=tensor)
 
 
 def random_grid_plan(rng: random.Random) -> PipelinePlan:
-    """Return a random plan on rows of tensor ranks, some of which hold tensors as shards."""
+    """Return a random plan on rows of context and tensor ranks, some of which hold tensors in parts."""
     plan = with_rows(random_plan(rng), rng)
     made = [rng.choice([None, 0, 1]) for _ in plan.stages]
     edges = tuple(
@@ -136,7 +180,7 @@ def test_random_graphs_of_grids_finish_whatever_the_times():
     for seed in range(40):
         rng = random.Random(seed)
         plan = random_grid_plan(rng)
-        grids += any(stage.tensor > 1 for stage in plan.stages)
+        grids += any(stage.context > 1 for stage in plan.stages)
         frozen = forward_only_of(plan, rng)
         _, programs = proven(
             plan,
@@ -157,8 +201,9 @@ def test_asynchronous_windows_of_grids_are_proven():
         validate_async(plan, lower_async(plan))
 
 
-def test_tensor_ranks_run_each_task_together():
-    plan = grid_plan((1, 2), (1, 1), mini_batch=2)
+@pytest.mark.parametrize("grid", [(1, 2), (1, 1, 2)])
+def test_ranks_of_the_same_samples_run_each_task_together(grid):
+    plan = grid_plan(grid, (1, 1), mini_batch=2)
     slow = {
         (0, kind, m, rank): 7.0 if rank == 1 else 3.0 for kind in KINDS for m in range(2) for rank in (0, 1)
     }
@@ -193,8 +238,9 @@ def test_the_proof_takes_collectives_inside_tasks_into_account():
         validate_programs(plan, schedules, changed(programs, 1, receive_early))
 
 
-def test_a_shard_that_is_missing_or_sent_twice_is_found():
-    plan = grid_plan((1, 2), (1, 1), shards=(1, None), mini_batch=1)
+@pytest.mark.parametrize("grid", [(1, 2), (1, 1, 2)])
+def test_a_part_that_is_missing_or_sent_twice_is_found(grid):
+    plan = grid_plan(grid, (1, 1), shards=(1, None), mini_batch=1)
     schedules = build_schedules(plan)
     programs = lower_schedules(plan, schedules)
 

@@ -29,6 +29,7 @@ from gpp_benchmarks.published._plans import (
 )
 from gpp_benchmarks.published._rows import ASSUMED, COSTED, FITTED, HELD_OUT, Row
 from gpp_plugin.ir.cluster import Device
+from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.profile import BlockCost
 from gpp_plugin.library.analytic_models import attention, forward_us, in_dtype, profile_model
 from gpp_plugin.library.paper_graphs import transformer
@@ -224,7 +225,7 @@ class GptRun:
         if not self.hides_sums:
             sharding = tuple(dataclasses.replace(each, beside_share=0.0) for each in graph.sharding)
             graph = dataclasses.replace(graph, sharding=sharding)
-        return CostModel(graph, profile, cluster).at_tensor(self.tensor)
+        return CostModel(graph, profile, cluster).at_grid(ModelGrid(tensor=self.tensor))
 
     def _as_run(self, cost: BlockCost, device: Device) -> BlockCost:
         """Return the costs of a layer with what its ranks do whole, or do again; tensor ranks divide all of them."""

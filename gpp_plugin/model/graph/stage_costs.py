@@ -31,8 +31,7 @@ from gpp_plugin.model.graph.module_trial import Place
 from gpp_plugin.model.graph.probe import Survey
 from gpp_plugin.model.graph.resolve import GraphStage, ResolvedGraph
 from gpp_plugin.model.graph.user_module import UserModule
-from gpp_plugin.profile.cost_store import CostStore
-from gpp_plugin.profile.machine import describe_device, processor_name
+from gpp_plugin.profile.machine import CostStore, describe_device, processor_name
 from gpp_plugin.profile.timing import clock_of
 from gpp_plugin.runtime.batches import Batch
 from gpp_plugin.runtime.ranks.collectives import broadcast_result, exchange

@@ -126,7 +126,7 @@ class ChainCosts:
         sizes = self._sizes(degree)
         result = np.full(sizes.shape, np.inf)
         gradient = interval_sums(self._held[1])
-        reduce_us = self.costs.reduction(degree, 1).us(gradient)
+        reduce_us = self.costs.reduction(degree).us(gradient)
         link_us = boundary_us(self.boundary_bytes, degree, self.link_us_per_byte)
         for size in map(int, np.unique(sizes[sizes > 0])):
             forward, backward = self.costs.block_times(size / degree)

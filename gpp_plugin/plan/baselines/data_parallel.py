@@ -1,7 +1,8 @@
 """Plain data parallelism: the whole model as one stage on all ranks, what every plan is held against.
 
-Nothing is pipelined. Ranks divide the samples, or groups of tensor ranks do; ZeRO shares out optimizer state, gradients
-and parameters among them. It is the first candidate of every search, and the first row of every comparison.
+Nothing is pipelined. Ranks divide the samples, or groups of context and tensor ranks do; ZeRO shares out optimizer
+state, gradients and parameters among them. It is the first candidate of every search, and the first row of every
+comparison.
 
 A loss over all samples of a mini-batch (CLIP's) has no such plan on several ranks. Its users gather the features of all
 ranks instead, and compute the loss of the mini-batch on each (`gathered_features`): that is estimated, not run here.
@@ -41,16 +42,17 @@ LEAST_GAIN = 1e-3
 
 
 def plain_stages(request: PlanRequest, rules: BatchRules) -> Iterator[tuple[StageDraft]]:
-    """Yield the ways to run the whole model as one stage: its tensor sizes, and micro-batches of all sizes."""
+    """Yield the ways to run the whole model as one stage: its grids, and micro-batches of all sizes."""
     if request.num_stages not in (None, 1) or request.must_share_ranks:
         return
     blocks = tuple(block.name for block in request.graph.blocks)
-    for tensor in rules.tensors.allowed(blocks):
-        degree, rest = divmod(request.num_ranks, tensor)
+    for grid in rules.model.allowed(blocks):
+        degree, rest = divmod(request.num_ranks, grid.size)
         if rest or request.data_parallel not in (None, degree):
             continue
         for size in rules.sizes(blocks, degree):
-            yield (StageDraft(blocks=blocks, degree=degree, micro_batch_size=size, tensor=tensor),)
+            draft = StageDraft(blocks=blocks, degree=degree, micro_batch_size=size)
+            yield (dataclasses.replace(draft, tensor=grid.tensor, context=grid.context),)
 
 
 def plain_candidates(refiner: Refiner) -> list[Candidate]:
@@ -130,7 +132,7 @@ def best_unit(request: PlanRequest) -> int:
         if costs.stage_memory(rows, degree=degree, local=unit, in_flight=stages) > limit * stages:
             continue
         us = (count + stages - 1) * sum(costs.stage_times(rows, unit)) / stages
-        reduces_us = costs.num_reductions(count) * float(costs.reduction(degree, 1).us(gradients / stages))
+        reduces_us = costs.num_reductions(count) * float(costs.reduction(degree).us(gradients / stages))
         best = min(best, (us + reduces_us, unit))
     return best[1]
 
@@ -208,6 +210,7 @@ def describe_plain(plan: PipelinePlan) -> str:
         PLAIN,
         *(["gathered features"] if plan.is_estimate else []),
         f"ZeRO {plan.zero_stage}",
+        *([f"context {stage.context}"] if stage.context > 1 else []),
         *([f"tensor {stage.tensor}"] if stage.tensor > 1 else []),
         *(["recompute"] if memory is not None and memory.recomputed else []),
         *(["swap"] if memory is not None and memory.swapped else []),

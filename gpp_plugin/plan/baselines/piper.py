@@ -4,8 +4,8 @@ A downset is a set of blocks with all their predecessors; a stage is the differe
 the smallest bottleneck of everything outside D on k devices; the stage next to D on d devices holds
 ceil(k / d) micro-batches in flight, Piper's bound. Stages may span branches and are run as a chain.
 
-Where the request has tensor sizes, a stage has d data x t tensor ranks, Piper's two degrees, and the sum of all
-d t is the number of devices; k counts devices, and ceil(k / (d t)) micro-batches are in flight.
+Where the request has context and tensor sizes, a stage has d data positions of t ranks, Piper's two degrees, and the
+sum of all d t is the number of devices; k counts devices, and ceil(k / (d t)) micro-batches are in flight.
 
 Deviations: no recomputation; the degree divides the micro-batch, and so the number of samples a rank takes is whole;
 all micro-batch sizes are tried. A stage computes and sends at the same time, as for all planners here; Piper adds both
@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from gpp_plugin.config.key_names import setting_of
 from gpp_plugin.errors import PlanInfeasible
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import ModelGrid, PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
 from gpp_plugin.plan.costs.cost_model import (
@@ -225,20 +225,19 @@ class Downsets:
         self._flags = self.member @ self.size_classes.flags.T
         self._packed = np.packbits(self.member.astype(np.uint8), axis=1)
         self._counts = self.member.sum(axis=1)
-        tensors = rules.tensors
         self._held, self._saved = {}, {}
-        for size in tensors.sizes:
-            own = costs.at_tensor(size)
+        for grid in rules.model.grids:
+            own = costs.at_grid(grid)
             held = np.stack([own.parameter_bytes, own.gradient_bytes, own.optimizer_bytes])
-            self._held[size] = held @ self.member.T
-            self._saved[size] = np.stack([own.saved_per_sample, own.saved_fixed]) @ self.member.T
-        self._refused, self._divided = (
-            {
-                size: self.member[:, [name in of for name in self.names]].sum(axis=1)
-                for size, of in by_size.items()
-            }
-            for by_size in (tensors.refused, tensors.divided)
-        )
+            self._held[grid] = held @ self.member.T
+            self._saved[grid] = np.stack([own.saved_per_sample, own.saved_fixed]) @ self.member.T
+
+        def held_of(blocks: frozenset[str]) -> Floats:
+            found: Floats = self.member[:, [name in blocks for name in self.names]].sum(axis=1)
+            return found
+
+        self._refused = {grid: held_of(blocks) for grid, blocks in rules.model.refused.items()}
+        self._divided = {grid: [held_of(each) for each in sets] for grid, sets in rules.model.divided.items()}
         self._reads = [self.member[:, readers].sum(axis=1) for readers, _, _ in costs.inputs]
         self._transients = sorted({float(x) for x in costs.transient_per_sample if x > 0})
         self._at_least = [
@@ -267,25 +266,25 @@ class Downsets:
 
     def times_of(self, grid: Grid, size: int) -> tuple[Floats, Floats]:
         """Return [block] microseconds of forward and of backward on one rank of a grid."""
-        degree, tensor = grid
-        return self.costs.at_tensor(tensor).block_times(size / degree)
+        degree, model = grid
+        return self.costs.at_grid(model).block_times(size / degree)
 
-    def _may_have(self, at: int, after: Ints, tensor: int) -> Bools:
-        """Return by stage whether it may be of that tensor size (`TensorRules`)."""
+    def _may_have(self, at: int, after: Ints, model: ModelGrid) -> Bools:
+        """Return by stage whether it may be of that grid (`GridRules`)."""
         found = np.ones(len(after), dtype=bool)
-        if tensor in self._refused:
-            found &= self._refused[tensor][after] - self._refused[tensor][at] < 0.5
-        if tensor in self._divided:
-            found &= self._divided[tensor][after] - self._divided[tensor][at] > 0.5
+        if model in self._refused:
+            found &= self._refused[model][after] - self._refused[model][at] < 0.5
+        for held in self._divided.get(model, ()):
+            found &= held[after] - held[at] > 0.5
         return found
 
-    def behind(self, at: int, candidates: Ints, tensor: int) -> _Stages:
-        """Return the stages of a tensor size that begin behind downset ``at`` and end in one of these that holds it."""
+    def behind(self, at: int, candidates: Ints, model: ModelGrid) -> _Stages:
+        """Return the stages of a grid that begin behind downset ``at`` and end in one of these that holds it."""
         # Supersets: nothing of this downset is missing from them.
         after = candidates[(self._packed[at] & ~self._packed[candidates]).sum(axis=1) == 0]
         after = after[self._counts[after] > self._counts[at]]
         if len(self._held) > 1:
-            after = after[self._may_have(at, after, tensor)]
+            after = after[self._may_have(at, after, model)]
         read = self._read[after] - self._read[at]
         entering = ((read > 0.5) & (self._made[at] > 0.5)) @ self._tensor_bytes
         made = self._made[after] - self._made[at]
@@ -296,22 +295,25 @@ class Downsets:
         return _Stages(
             after=after,
             classes=self.size_classes.of((self._flags[after] - self._flags[at]).T),
-            held=self._held[tensor][:, after] - self._held[tensor][:, [at]],
-            saved=self._saved[tensor][:, after] - self._saved[tensor][:, [at]],
+            held=self._held[model][:, after] - self._held[model][:, [at]],
+            saved=self._saved[model][:, after] - self._saved[model][:, [at]],
             boundary=entering + leaving,
             transient=transient,
             reads=np.array([count[after] - count[at] > 0.5 for count in self._reads]),
         )
 
-    def memory(self, stages: _Stages, sizes: Ints, degree: int) -> tuple[Floats, Floats]:
+    def memory(self, stages: _Stages, sizes: Ints, grid: Grid) -> tuple[Floats, Floats]:
         """Return what a rank of each stage needs without what is in flight, and what a micro-batch keeps."""
+        degree, model = grid
         local = sizes / degree
         inputs = [
             reads * num_bytes / (degree if is_shared_out else 1)
             for reads, (_, num_bytes, is_shared_out) in zip(stages.reads, self.costs.inputs, strict=True)
         ]
         saved, transient = stages.saved[0] * local + stages.saved[1], stages.transient * local
-        peak = self.costs.peak_bytes(stages.held, saved, 0, degree=degree, transient=transient, inputs=inputs)
+        peak = self.costs.at_grid(model).peak_bytes(
+            stages.held, saved, 0, degree=degree, transient=transient, inputs=inputs
+        )
         return peak, saved
 
 
@@ -332,7 +334,7 @@ def best_of(table: Downsets, wish: int) -> tuple[float, list[StageDraft]] | None
     bound = min((us for us, _ in chain_bottlenecks(chain, degrees)), default=UNBOUNDED)
     # The chain that sets the bound may hold more than Piper's own count of what is in flight allows.
     # It is one of chains without tensor ranks: no better bound, where sizes are forced none at all.
-    if table.rules.tensors.refused.get(1):
+    if table.rules.model.are_explicit:
         bound = UNBOUNDED
     found = _partition(table, wish, grids, bound * (1 + 1e-9))
     return found if found is not None or bound == UNBOUNDED else _partition(table, wish, grids, UNBOUNDED)
@@ -352,22 +354,22 @@ def _partition(
     # On the chain a -> b the downsets are {}, {a}, {a, b}: value[1] is b alone, value[0] is ab, or a before b.
     value = np.full((num, ranks + 1), np.inf)
     value[-1, 0] = 0.0
-    choice = np.zeros((num, ranks + 1, 3), dtype=np.int64)
-    each = [np.add(*table.times_of(grid, size)) * (grid[0] * grid[1] / size) for grid, size in works]
+    choice = np.zeros((num, ranks + 1, 4), dtype=np.int64)
+    each = [np.add(*table.times_of(grid, size)) * (grid[0] * grid[1].size / size) for grid, size in works]
     work = table.member @ np.min(each, axis=0)
     for at in range(num - 2, -1, -1):
         fewest, largest = _rank_window(work, at, ranks, most_us)
         if fewest > largest:
             continue
-        for degree, tensor in reversed(grids):  # of equal bottlenecks that with fewer stages
-            own = degree * tensor
-            stages = table.behind(at, _candidates(work, at, own, largest - own, most_us), tensor)
+        for degree, model in reversed(grids):  # of equal bottlenecks that with fewer stages
+            own = degree * model.size
+            stages = table.behind(at, _candidates(work, at, own, largest - own, most_us), model)
             rest = value[stages.after]
             if not np.isfinite(rest[:, : largest - own + 1]).any():
                 continue
             sizes = table.size_classes.sizes(stages.classes, degree, wish)
-            us = _times(table, stages, at, sizes, (degree, tensor), works)
-            held, saved = table.memory(stages, sizes, degree)
+            us = _times(table, stages, at, sizes, (degree, model), works)
+            held, saved = table.memory(stages, sizes, (degree, model))
             most = mini_batch // np.maximum(sizes, 1)
             for k in range(max(fewest, own), largest + 1):
                 fits = held + np.minimum(-(-k // own), most) * saved <= table.limit
@@ -375,7 +377,7 @@ def _partition(
                 best = int(worst.argmin())
                 if worst[best] < value[at, k]:
                     value[at, k] = worst[best]
-                    choice[at, k] = stages.after[best], degree, tensor
+                    choice[at, k] = stages.after[best], degree, *model
     if not np.isfinite(value[0, ranks]):
         return None
     return float(value[0, ranks]), list(_read_back(table, choice, ranks, wish))
@@ -405,8 +407,8 @@ def _candidates(work: Floats, at: int, own_ranks: int, ranks_left: int, most_us:
     )
 
 
-Grid = tuple[int, int]
-"""Data and tensor ranks of a stage."""
+Grid = tuple[int, ModelGrid]
+"""Data ranks of a stage, and the ranks of each."""
 _Works = dict[tuple[Grid, int], tuple[Floats, Floats]]
 """By grid and micro-batch size: [downset] microseconds of its blocks' forwards, and of their backwards."""
 
@@ -424,14 +426,14 @@ def _works(table: Downsets, wish: int, grids: Sequence[Grid]) -> _Works:
 
 def _times(table: Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, works: _Works) -> Floats:
     """Return what each stage takes a sample; inf where it has no micro-batch size."""
-    mini_batch, (degree, tensor) = table.request.mini_batch, grid
-    link_us = boundary_us(stages.boundary, degree, table.link_us_per_byte)
-    reduce_us = table.costs.reduction(degree, tensor).us(stages.held[1])
+    mini_batch, (degree, model) = table.request.mini_batch, grid
+    link_us = boundary_us(stages.boundary, degree * model.context, table.link_us_per_byte)
+    reduce_us = table.costs.reduction(degree, model).us(stages.held[1])
     us = np.full(len(sizes), np.inf)
     for size in map(int, np.unique(sizes[sizes > 0])):
         forward, backward = (us[stages.after] - us[at] for us in works[grid, size])
         reducing = reduce_us * table.costs.num_reductions(mini_batch // size)
-        behind = exposed_us(table.costs.at_tensor(tensor), reducing, backward, stages.held[1])
+        behind = exposed_us(table.costs.at_grid(model), reducing, backward, stages.held[1])
         time = us_per_sample(forward + backward, size, reduce_us=behind / mini_batch, link_us=link_us)
         us[sizes == size] = time[sizes == size]
     return us
@@ -440,10 +442,13 @@ def _times(table: Downsets, stages: _Stages, at: int, sizes: Ints, grid: Grid, w
 def _read_back(table: Downsets, choice: Ints, ranks: int, wish: int) -> Iterator[StageDraft]:
     at, left = 0, ranks
     while left > 0:
-        after, degree, tensor = (int(x) for x in choice[at, left])
+        after, degree, *sizes = (int(x) for x in choice[at, left])
+        model = ModelGrid(*sizes)
         stage = table.downsets[after] & ~table.downsets[at]
         blocks = tuple(name for i, name in enumerate(table.names) if stage >> i & 1)
         size = table.rules.micro_batch_size(blocks, degree, wish)
         assert size is not None, "only stages with a size have a time"
-        yield StageDraft(blocks=blocks, degree=degree, micro_batch_size=size, tensor=tensor)
-        at, left = after, left - degree * tensor
+        yield StageDraft(
+            blocks=blocks, degree=degree, micro_batch_size=size, tensor=model.tensor, context=model.context
+        )
+        at, left = after, left - degree * model.size

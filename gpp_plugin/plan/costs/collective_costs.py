@@ -1,4 +1,4 @@
-"""What an all-reduce, a reduce-scatter or an all-gather among ranks takes: the one price of each, by size.
+"""What an all-reduce, a reduce-scatter, an all-gather or an all-to-all among ranks takes: the one price, by size.
 
 A price is the quickest of a few algorithms. Each is a straight line, microseconds and microseconds a byte, and levels
 of the network work at the same time: the slowest one counts. For S bytes on n ranks, N nodes of q ranks each:
@@ -10,6 +10,9 @@ of the network work at the same time: the slowest one counts. For S bytes on n r
 
 An all-gather and a reduce-scatter are half a ring's all-reduce. What leaves a node has all adapters whose ranks take
 part, or a link of each rank. Tensor positions of a stage that reduce at the same time share them.
+
+In an all-to-all of tensors of S bytes in all each rank has an nth, and sends every other one an nth of that:
+(n-1)/n^2 S a rank, of which q (n-q)/n^2 S leave a node of q ranks. It takes as many steps as an all-gather.
 
     2 x 8 H100, 1 GB     ring          1.875 GB / 370 GB/s in the node, 1.875 / 400 between          5.07 ms
                          switch tree   1.125 GB / 306 GB/s (measured: 476 of bus bandwidth), 1 / 400  3.68 ms
@@ -71,10 +74,11 @@ class CollectiveCost:
 
 
 class CollectiveCosts(NamedTuple):
-    """What a group's all-reduce takes, and its all-gather, which is as long as its reduce-scatter."""
+    """What a group's all-reduce takes, its all-gather, which is as long as its reduce-scatter, and its all-to-all."""
 
     all_reduce: CollectiveCost = CollectiveCost()
     gather: CollectiveCost = CollectiveCost()
+    exchange: CollectiveCost = CollectiveCost()
 
     def reduction(self, zero_stage: int) -> CollectiveCost:
         """Return what sums gradients once: an all-reduce, or under ZeRO a reduce-scatter and an all-gather."""
@@ -108,13 +112,14 @@ def collectives(cluster: Cluster, ranks: Iterable[int], beside: Iterable[int] = 
     return CollectiveCosts(
         _scaled(described.all_reduce, whole.all_reduce, link.all_reduce, 2 * half),
         _scaled(described.gather, whole.gather, link.all_gather, half),
+        _scaled(described.exchange, whole.gather, link.all_gather, half),
     )
 
 
 def gather_times(plan: PipelinePlan, cluster: Cluster) -> dict[int, float]:
     """Return by stage the microseconds of one gather of its parameters, where its ranks hold parts of them."""
     return {
-        index: float(collectives(cluster, stage.data_ranks(0), stage.ranks).gather.us(stage.sharded_bytes))
+        index: float(collectives(cluster, stage.replicas(0), stage.ranks).gather.us(stage.sharded_bytes))
         for index, stage in enumerate(plan.stages)
         if stage.gathered_bytes
     }
@@ -153,6 +158,7 @@ def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -
     share = (n - 1) / n
     ring_us = gather_us = 0.0
     ring = gather = 0.0  # microseconds of a byte that every rank, or every node, sends
+    exchange = 0.0  # and of a byte of the whole tensors of an all-to-all
     tree_us = tree = switch_us = switch = 0.0
     has_switch = False
     for level in levels:
@@ -161,6 +167,7 @@ def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -
             inside = _Innermost.of(cluster)
             ring_us, gather_us = level.steps * inside.reduce_step_us, level.steps * inside.gather_step_us
             ring, gather = inside.reduce_us_per_byte, inside.gather_us_per_byte
+            exchange = share / n * gather
             tree_us, tree = 2 * (level.widest - 1) * inside.reduce_step_us, min(level.widest - 1, 2) * ring
             has_switch = inside.switch_us_per_byte > 0
             switch_us, switch = inside.switch_us, (1 + 1 / level.widest) * inside.switch_us_per_byte
@@ -168,6 +175,9 @@ def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -
         sent = 1e6 / _bytes_per_s_out(cluster, level.number, ranks, beside)
         ring_us, gather_us = (us + level.steps * link.latency_us for us in (ring_us, gather_us))
         ring, gather = max(ring, sent), max(gather, sent)
+        span = cluster.links[level.number - 1].span
+        leaving = max(q * (n - q) for q in Counter(rank // span for rank in ranks).values())
+        exchange = max(exchange, leaving / n**2 * sent)
         turns = 2 * math.ceil(math.log2(level.widest)) * link.latency_us
         tree_us, tree = tree_us + turns, max(tree, 2 * sent)
         switch_us, switch = switch_us + turns, max(switch, min(level.widest - 1, 2) * sent)
@@ -176,7 +186,11 @@ def _described(cluster: Cluster, ranks: Sequence[int], beside: frozenset[int]) -
         lines.append((tree_us, tree))
     if has_switch:
         lines.append((switch_us, switch))
-    return CollectiveCosts(CollectiveCost(_useful(lines)), CollectiveCost(((gather_us, share * gather),)))
+    return CollectiveCosts(
+        CollectiveCost(_useful(lines)),
+        CollectiveCost(((gather_us, share * gather),)),
+        CollectiveCost(((gather_us, exchange),)),
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,13 +26,16 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
-from gpp_plugin.ir.plan import PipelinePlan, Stage, StageEdge
+from gpp_plugin.ir.plan import ALONE, ModelGrid, PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
 from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
 from gpp_plugin.plan.costs.memory_formula import (
+    FREE,
+    GridPrices,
     boundary_times,
+    context_times,
     held_bytes,
     peak_bytes,
     sharded_bytes,
@@ -157,10 +160,10 @@ class CostModel:
     """Costs of any group of blocks of one graph on one cluster.
 
     A stage of degree d and micro-batch size b computes b/d samples a rank. Its memory on one rank is `memory_formula`.
-    Costs are of stages without tensor ranks; those of a stage with some come from `on` or `at_tensor`.
+    Costs are of stages without context and tensor ranks; those of a stage with some come from `on` or `at_grid`.
 
     Args:
-        tensor: tensor size of the stages that the costs are of; ``tensor_sum``: the price of their collectives.
+        grid: context x tensor ranks of the stages that the costs are of; ``prices``: of the collectives of either.
         zero_stage: 1 shares the optimizer state over the stage's ranks, 2 the gradients as well: what one
             backward makes is whole until it is reduced behind it. 3 shares the parameters, whole while tasks run.
 
@@ -175,17 +178,17 @@ class CostModel:
         cluster: Cluster,
         *,
         zero_stage: int = 0,
-        tensor: int = 1,
-        tensor_sum: CollectiveCosts | None = None,
+        grid: ModelGrid = ALONE,
+        prices: GridPrices = FREE,
     ) -> None:
-        self.tensor = tensor
+        self.grid, self._prices = grid, prices
         self._source = graph, profile
-        self._at_tensor: dict[tuple[int, CollectiveCosts], CostModel] = {}
-        self._tensor_sums: dict[tuple[int, tuple[int, ...]], CollectiveCosts] = {}
+        self._at_grid: dict[tuple[ModelGrid, GridPrices], CostModel] = {}
+        self._grid_prices: dict[tuple[ModelGrid, tuple[int, ...]], GridPrices] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
-        self._price = tensor_sum or CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
-        self._sums = sum_times(graph, tensor, self._price)
-        graph, profile = sharded_graph(graph, tensor), sharded_profile(profile, graph, tensor)
+        self._sums = sum_times(graph, grid, prices.tensor)
+        self._context_sums = context_times(graph, grid, prices.context) if grid.context > 1 else None
+        graph, profile = sharded_graph(graph, grid), sharded_profile(profile, graph, grid)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
         if missing:
@@ -233,7 +236,7 @@ class CostModel:
         self.growth = profile.growth
         # Most gradients of a bucket that is summed beside a backward; where sums are not, all are one.
         each = min((DTYPE_BYTES[t.dtype] for t in graph.tensors.values() if t.requires_grad), default=4)
-        self.bucket_bytes = each * EARLY_BUCKET_ELEMENTS if zero_stage + tensor == 1 else float("inf")
+        self.bucket_bytes = each * EARLY_BUCKET_ELEMENTS if zero_stage + grid.size == 1 else float("inf")
         self.shared = [
             ([self.index[name] for name in storage.blocks], storage.bytes_per_sample, storage.bytes_fixed)
             for storage in profile.shared
@@ -250,8 +253,14 @@ class CostModel:
         self._group_reductions: dict[tuple[tuple[int, ...], int, tuple[int, ...]], StageReductions] = {}
 
     @cached_property
-    def _sharding_keys(self) -> dict[str, BlockSharding]:
-        return {each.block: dataclasses.replace(each, block="") for each in self.graph.sharding}
+    def _sharding_keys(self) -> dict[str, tuple[BlockSharding, ...]]:
+        found: dict[str, tuple[BlockSharding, ...]] = {}
+        for each in (*self.graph.sharding, *self.graph.context):
+            found[each.block] = (
+                *found.get(each.block, ()),
+                dataclasses.replace(each, block="", cut_results=()),
+            )
+        return found
 
     @property
     def is_mixed(self) -> bool:
@@ -288,48 +297,69 @@ class CostModel:
                 factor = np.min([self._speeds.factors(k, local) for k in kinds], axis=0)
                 forward, backward = forward * factor, backward * factor
             before, sums = self.tensor_sums(local)
-            hidden = np.minimum(self._sums_of(5, local), backward * self._beside)
+            hidden = np.minimum(_least(self._sums, 5, local), backward * self._beside)
             found = self._times[local, kind] = forward + before, backward + (sums - hidden), hidden
+            if self._context_sums is not None:
+                there, back = self.context_sums(local)
+                found = self._times[local, kind] = found[0] + there, found[1] + back, hidden
         return found
 
     def tensor_sums(self, local: float) -> tuple[Floats, Floats]:
         """Return by block the microseconds of collectives among tensor ranks in a forward, and in a backward."""
-        return self._sums_of(0, local), self._sums_of(2, local)
+        return _least(self._sums, 0, local), _least(self._sums, 2, local)
 
-    def _sums_of(self, row: int, local: float) -> Floats:
-        return cast(Floats, np.min(self._sums[:, row] + self._sums[:, row + 1] * local, axis=0))
+    def context_sums(self, local: float) -> tuple[Floats, Floats]:
+        """Return by block the microseconds of collectives among context ranks in a forward, and in a backward."""
+        if self._context_sums is None:
+            return np.zeros(len(self.index)), np.zeros(len(self.index))
+        return _least(self._context_sums, 0, local), _least(self._context_sums, 2, local)
 
     def hidden_sums(self, local: float, kind: int | None = None) -> Floats:
         """Return by block what of a whole backward's `tensor_sums` its weight gradients hide."""
         return self._task_times(local, kind)[2]
 
-    def at_tensor(self, tensor: int, ranks: Sequence[int] | None = None) -> CostModel:
-        """Return the costs of stages of this tensor size; itself where their blocks are not divided.
+    def at_grid(self, grid: ModelGrid, ranks: Sequence[int] | None = None) -> CostModel:
+        """Return the costs of stages of this grid; itself where their blocks are not divided.
 
         Args:
             ranks: of one stage, data position by data position, as slow as its slowest group; None: the first ones.
         """
-        if tensor == self.tensor or not self.graph.sharding:
+        if grid == self.grid or (grid.context == 1 and not self.graph.sharding):
             return self
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
         # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network.
-        everyone = tuple(range(tensor) if ranks is None else ranks)
-        if (tensor, everyone) not in self._tensor_sums:
-            groups = (everyone[first : first + tensor] for first in range(0, len(everyone), tensor))
-            used = (self.collectives(group, everyone) for group in groups)
-            self._tensor_sums[tensor, everyone] = max(used, key=lambda each: float(each.all_reduce.us(1e6)))
-        price = self._tensor_sums[tensor, everyone]
-        key = tensor, price
-        if key not in self._at_tensor:
+        everyone = tuple(range(grid.size) if ranks is None else ranks)
+        if (grid, everyone) not in self._grid_prices:
+            self._grid_prices[grid, everyone] = self._prices_of(grid, everyone)
+        key = grid, self._grid_prices[grid, everyone]
+        if key not in self._at_grid:
             graph, profile = self._source
-            self._at_tensor[key] = CostModel(
-                graph, profile, self.cluster, zero_stage=self.zero_stage, tensor=tensor, tensor_sum=price
+            self._at_grid[key] = CostModel(
+                graph, profile, self.cluster, zero_stage=self.zero_stage, grid=grid, prices=key[1]
             )
-        return self._at_tensor[key]
+        return self._at_grid[key]
+
+    def _prices_of(self, grid: ModelGrid, everyone: tuple[int, ...]) -> GridPrices:
+        """Return what collectives take in the slowest group of tensor ranks, and of context ranks."""
+        # context x tensor 2 x 2 on ranks 0 to 3: tensor groups (0, 1) and (2, 3), context groups (0, 2) and (1, 3)
+        found = FREE
+        if grid.tensor > 1:
+            rows = (everyone[first : first + grid.tensor] for first in range(0, len(everyone), grid.tensor))
+            used = (self.collectives(row, everyone) for row in rows)
+            found = found._replace(tensor=max(used, key=lambda each: float(each.all_reduce.us(1e6))))
+        if grid.context > 1:
+            rows = (
+                everyone[first + t : first + grid.size : grid.tensor]
+                for first in range(0, len(everyone), grid.size)
+                for t in range(grid.tensor)
+            )
+            used = (self.collectives(row, everyone) for row in rows)
+            found = found._replace(context=max(used, key=lambda each: float(each.exchange.us(1e6))))
+        return found
 
     def on(self, stage: Stage) -> CostModel:
-        """Return the costs of a placed stage by its tensor size."""
-        return self if stage.tensor == 1 else self.at_tensor(stage.tensor, stage.ranks)
+        """Return the costs of a placed stage by its context and tensor sizes."""
+        return self if stage.model_parallel == 1 else self.at_grid(stage.grid, stage.ranks)
 
     def saved_growth(self, local: float) -> Floats:
         """Return by block the bytes saved at ``local`` samples over those at the samples the graph's sizes refer to.
@@ -363,7 +393,7 @@ class CostModel:
             each = [self.block_times(local, kind) for kind in kinds or (None,)]
             # with a block that trains, or has no backend, the whole stage runs on torch
             times = self._on_torch(rows)
-            before, behind = boundary_times(self.graph, rows, self.tensor, self._price.gather, local)
+            before, behind = boundary_times(self.graph, rows, self.grid, self._prices, local)
             found = self._group_times[key] = (
                 before + max(float((forward[rows] * times).sum()) for forward, _ in each),
                 behind + max(float(backward[rows].sum()) for _, backward in each),
@@ -389,10 +419,11 @@ class CostModel:
         return max(first for first, _ in found), max(second for _, second in found)
 
     def _split_on(self, blocks: Sequence[int], local: float, kind: int | None) -> tuple[float, float]:
-        sums = self.tensor_sums(local)[1]  # which are of input gradients, and hide behind nothing
+        # which are of input gradients, and hide behind nothing
+        sums = self.tensor_sums(local)[1] + self.context_sums(local)[1]
         backward = self.block_times(local, kind)[1] - (sums - self.hidden_sums(local, kind))
         second = 0.0
-        _, first = boundary_times(self.graph, blocks, self.tensor, self._price.gather, local)
+        _, first = boundary_times(self.graph, blocks, self.grid, self._prices, local)
         for block in blocks:
             cost = self._costs[block]
             both = float(backward[block]) * cost.split_factor
@@ -422,14 +453,14 @@ class CostModel:
             self._collectives[key] = collectives(self.cluster, ranks, beside)
         return self._collectives[key]
 
-    def reduction(self, degree: int, tensor: int) -> CollectiveCost:
-        """Return what sums gradients of so many ranks once, from the first rank on: of stages that have none yet."""
-        everyone = range(degree * tensor)
-        return self.collectives(everyone[::tensor], everyone).reduction(self.zero_stage)
+    def reduction(self, degree: int, grid: ModelGrid = ALONE) -> CollectiveCost:
+        """Return what sums gradients of so many data positions once, from the first rank on: of unplaced stages."""
+        everyone = range(degree * grid.size)
+        return self.collectives(everyone[:: grid.tensor], everyone).reduction(self.zero_stage)
 
     def reduction_us(self, stage: Stage) -> float:
         """Return microseconds of one all-reduce of a placed stage's gradients, or of what ZeRO has in its place."""
-        cost = self.collectives(stage.data_ranks(0), stage.ranks).reduction(self.zero_stage)
+        cost = self.collectives(stage.replicas(0), stage.ranks).reduction(self.zero_stage)
         return float(cost.us(self.group_gradient_bytes(self.indices(stage.blocks))))
 
     def gather_us(self, blocks: Sequence[int], ranks: Sequence[int], beside: Sequence[int] = ()) -> float:
@@ -460,6 +491,7 @@ class CostModel:
         """Return the bytes one rank of the stage needs at its peak.
 
         Args:
+            degree: data positions; ZeRO shares out among these and the context ranks of each.
             is_optimized: what is saved may be swapped or recomputed, and so frees no memory for whole gradients
                 (`unreduced_bytes`); what swapping and recomputing saves is the caller's to subtract.
         """
@@ -493,11 +525,12 @@ class CostModel:
             inputs: what it holds of the mini-batch, term by term.
             freed: what of ``saved`` frees memory for whole gradients; None: all.
         """
-        most = held_bytes(*held, degree=degree, zero_stage=self.zero_stage)
+        replicas = degree * self.grid.context
+        most = held_bytes(*held, degree=replicas, zero_stage=self.zero_stage)
         for num_bytes in inputs:
             most = most + num_bytes
         freed = saved if freed is None else freed
-        most = most + unreduced_bytes(held[1], freed, degree=degree, zero_stage=self.zero_stage)
+        most = most + unreduced_bytes(held[1], freed, degree=replicas, zero_stage=self.zero_stage)
         return peak_bytes(most, saved, in_flight, transient=transient)
 
     def times_of(self, stage: Stage) -> tuple[float, float]:
@@ -509,9 +542,9 @@ class CostModel:
         blocks, local = self.indices(stage.blocks), stage.local_batch_size
         return self.on(stage).stage_memory(blocks, degree=stage.degree, local=local, in_flight=in_flight)
 
-    def sharded_bytes(self, blocks: Sequence[int], degree: int) -> int:
-        """Return the bytes of the blocks' parameters where a stage's ranks hold parts of them (ZeRO 3); else 0."""
-        return int(sharded_bytes(self._bytes_of(blocks)[0], degree=degree, zero_stage=self.zero_stage))
+    def sharded_bytes(self, blocks: Sequence[int], replicas: int) -> int:
+        """Return the bytes of the blocks' parameters where so many ranks hold parts of them (ZeRO 3); else 0."""
+        return int(sharded_bytes(self._bytes_of(blocks)[0], degree=replicas, zero_stage=self.zero_stage))
 
     def group_gradient_bytes(self, blocks: Sequence[int]) -> float:
         """Return the bytes of the blocks' gradients."""
@@ -552,7 +585,7 @@ class CostModel:
     def update_us(self, blocks: Sequence[int], degree: int, ranks: Sequence[int] | None = None) -> float:
         """Return what an optimizer step takes on the slowest of ``ranks``; None: on the quickest device."""
         _, gradient, optimizer, *_ = self._bytes_of(blocks)
-        stepped = (gradient + optimizer) / (degree if self.zero_stage >= 1 else 1)
+        stepped = (gradient + optimizer) / (degree * self.grid.context if self.zero_stage >= 1 else 1)
         kinds = self.kinds if ranks is None else [self.kinds[kind] for kind in self.kinds_of(ranks) or (0,)]
         return 2e6 * stepped / (max if ranks is None else min)(kind.memory_bytes_per_s for kind in kinds)
 
@@ -570,20 +603,20 @@ class CostModel:
             holders = [i for i, stage in enumerate(plan.stages) if not blocks.isdisjoint(stage.blocks)]
             if len(holders) > 1:
                 num_bytes = max(self.on(plan.stages[i])._tied[number][1] for i in holders)
-                firsts = [rank for i in holders for rank in plan.stages[i].data_ranks(0)]
+                firsts = [rank for i in holders for rank in plan.stages[i].replicas(0)]
                 everyone = [rank for i in holders for rank in plan.stages[i].ranks]
                 us = float(self.collectives(firsts, everyone).all_reduce.us(num_bytes))
                 tied.append((tuple(holders), us))
         return Reductions(stages=tuple(self.on(s)._reductions_of(s) for s in plan.stages), tied=tuple(tied))
 
     def _reductions_of(self, stage: Stage) -> StageReductions:
-        """Return what the ranks of one stage reduce: of the costs of its tensor size."""
-        if stage.degree == 1:
+        """Return what the ranks of one stage reduce: of the costs of its grid."""
+        if stage.num_replicas == 1:
             return StageReductions()
         rows = self.indices(stage.blocks)
         key = tuple(rows), stage.local_batch_size, stage.ranks
         if key not in self._group_reductions:
-            gather_us = self.gather_us(rows, stage.data_ranks(0), stage.ranks)
+            gather_us = self.gather_us(rows, stage.replicas(0), stage.ranks)
             self._group_reductions[key] = StageReductions.under(
                 self.zero_stage, self.reduction_us(stage), self._early(rows, stage), gather_us
             )
@@ -597,8 +630,13 @@ class CostModel:
             for at in [at for at, name in enumerate(stage.blocks) if name in tie.blocks][1:]:
                 sizes[at] -= tie.gradient_bytes
         backward = self.block_times(stage.local_batch_size)[1][list(rows)]
-        price = self.collectives(stage.data_ranks(0), stage.ranks).all_reduce
+        price = self.collectives(stage.replicas(0), stage.ranks).all_reduce
         return early_of_blocks(sizes, backward, self.bucket_bytes, lambda size: float(price.us(size)))
+
+
+def _least(lines: Floats, row: int, local: float) -> Floats:
+    """Return by block the least over lines [line, row, block] of microseconds a task, and in the next row a sample."""
+    return cast(Floats, np.min(lines[:, row] + lines[:, row + 1] * local, axis=0))
 
 
 def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:

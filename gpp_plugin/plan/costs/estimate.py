@@ -32,6 +32,7 @@ from gpp_plugin.ir.plan import (
 )
 from gpp_plugin.ir.schedule import TaskKind
 from gpp_plugin.ir.step_cost import (
+    EXCHANGES,
     GATHERS,
     REDUCTIONS,
     TENSOR_SUMS,
@@ -260,10 +261,16 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         for stage in (src, dst)
     }
 
-    # every tensor rank of the receiver gets the whole: a sender serves as many as there are of them a sender
-    serves = {True: -(-dst.tensor // src.tensor), False: -(-src.tensor // dst.tensor)}
+    # every rank of the receiver gets what it holds of a tensor, the whole or its part: a sender serves so many
+    parts = {src.ranks: src.num_parts(edge.src_shard_axis), dst.ranks: dst.num_parts(edge.dst_shard_axis)}
+    pieces = max(parts.values())
 
-    def hold(per_sample: float, fixed: float, stage: Stage, times: int = 1) -> float:
+    def serves(sender: Stage, receiver: Stage) -> float:
+        return (
+            -(-receiver.model_parallel * pieces // (parts[receiver.ranks] * sender.model_parallel)) / pieces
+        )
+
+    def hold(per_sample: float, fixed: float, stage: Stage, times: float) -> float:
         held = link.occupied_us(per_sample * stage.local_batch_size + fixed)
         return float(held * shared[stage.ranks] * times)
 
@@ -273,10 +280,10 @@ def _edge_timing(edge: StageEdge, src: Stage, dst: Stage, costs: CostModel) -> E
         src=edge.src,
         dst=edge.dst,
         latency_us=0.0 if edge.is_order_only else link.latency_us,
-        forward_out_us=hold(sample, whole, src, serves[True]),
-        forward_in_us=hold(sample, whole, dst),
-        backward_out_us=hold(grad_sample, grad_whole, dst, serves[False]),
-        backward_in_us=hold(grad_sample, grad_whole, src),
+        forward_out_us=hold(sample, whole, src, serves(src, dst)),
+        forward_in_us=hold(sample, whole, dst, 1 / parts[dst.ranks]),
+        backward_out_us=hold(grad_sample, grad_whole, dst, serves(dst, src)),
+        backward_in_us=hold(grad_sample, grad_whole, src, 1 / parts[src.ranks]),
         has_gradient=bool(edge.gradient_tensors),
     )
 
@@ -387,18 +394,23 @@ def step_cost(plan: PipelinePlan, costs: CostModel) -> StepCost:
     )
     parts = {event.stage for event in timeline.events if event.kind is EventKind.INPUT_GRADIENT}
     sums = [np.array(_sum_us(plan.stages[i], costs, i in parts)) * plan.num_micro_batches(i) for i in own]
-    sums_us, exposed_us = map(float, np.sum(sums, axis=0))
+    sums_us, exposed_us, exchanged_us = map(float, np.sum(sums, axis=0))
     return StepCost(
         plan=cost_key(plan),
         prices=prices,
         step_us=ends[-1],
-        compute_us=busy_us - exposed_us,
+        compute_us=busy_us - exposed_us - exchanged_us,
         bubble_us=max(ends[-1] - busy_us - message_us - reduce_us - gather_us - optimizer_us, 0.0),
         message_us=message_us,
         collectives=(
             _collective(REDUCTIONS, reduce_us, timeline, EventKind.REDUCE),
             _collective(GATHERS, gather_us, timeline, EventKind.GATHER),
             CollectiveTime(kind=TENSOR_SUMS, total_us=sums_us, exposed_us=exposed_us),
+            *(
+                [CollectiveTime(kind=EXCHANGES, total_us=exchanged_us, exposed_us=exchanged_us)]
+                if exchanged_us
+                else []
+            ),
         ),
         optimizer_us=optimizer_us,
         start_up_us=start_up_us(timeline) if windows is None else max(windows.fill_us, 0.0),
@@ -446,7 +458,7 @@ def prices_on(plan: PipelinePlan, cluster: Cluster | None) -> StepPrices:
     stages, updates = [], []
     for index, (stage, each) in enumerate(zip(plan.stages, own.reductions.stages, strict=True)):
         sizes = stage.gradient_bytes, min(bucket, stage.gradient_bytes)
-        factor, early = (longer(size, stage.data_ranks(0), stage.ranks) for size in sizes)
+        factor, early = (longer(size, stage.replicas(0), stage.ranks) for size in sizes)
         stages.append(each.times(factor, early, gather_us=gathers.get(index, 0.0)))
         old, new = (min(on.devices[r].memory_bytes_per_s for r in stage.ranks) for on in (before, cluster))
         updates.append(own.update_us[index] * old / new)
@@ -487,8 +499,8 @@ def _collective(kind: str, exposed_us: float, timeline: Timeline, event: EventKi
     return CollectiveTime(kind=kind, total_us=max(exposed_us, *spent.values(), 0.0), exposed_us=exposed_us)
 
 
-def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, float]:
-    """Return the microseconds of tensor sums in a forward and a backward of a stage, and what the tasks wait for.
+def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, float, float]:
+    """Return the microseconds of tensor sums in a forward and a backward, what tasks wait for, and of exchanges.
 
     Args:
         is_split: its backwards run in two parts, and sum in the first one.
@@ -496,4 +508,5 @@ def _sum_us(stage: Stage, costs: CostModel, is_split: bool) -> tuple[float, floa
     own, local, rows = costs.on(stage), stage.local_batch_size, costs.indices(stage.blocks)
     total = float(np.add(*own.tensor_sums(local))[rows].sum())
     hidden = [own.hidden_sums(local, kind)[rows].sum() for kind in own.kinds_of(stage.ranks) or (None,)]
-    return total, total if is_split else total - float(min(hidden))
+    exchanged = float(np.add(*own.context_sums(local))[rows].sum())
+    return total, total if is_split else total - float(min(hidden)), exchanged

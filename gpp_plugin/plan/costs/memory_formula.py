@@ -8,9 +8,9 @@
 Legend, all in bytes of one rank unless said otherwise:
 
     P, G, O  parameters, gradients and optimizer state of the stage's blocks
-    g, o     ranks that share gradients and optimizer state out: 1, or the stage's degree (ZeRO 2: both; 1: o)
-    p        ranks that share parameters out: 1, or under ZeRO 3 the stage's degree. So of one stage a rank needs at its
-             peak what it needs under ZeRO 2; of several it holds one whole at a time, the largest (`rank_bytes`)
+    g, o     ranks that share gradients and optimizer state out: 1, or those of data x context (ZeRO 2: both; 1: o)
+    p        ranks that share parameters out: 1, or under ZeRO 3 those of data x context. So of one stage a rank needs
+             at its peak what it needs under ZeRO 2; of several it holds one whole at a time, the largest (`rank_bytes`)
     v        versions of its weights: older ones are stashed of what is trained, G is as large (mode async)
     I        its part of the mini-batch
     c        micro-batches in flight (a number)
@@ -32,15 +32,17 @@ the terms one by one. The validator and the oracles of the benchmarks have formu
 Source of r: ours; what ZeRO shares out: Rajbhandari et al., ZeRO, section 5 (arXiv 1910.02054); v: PipeDream,
 section 3.3 (arXiv 1806.03377).
 
-Source: Megatron-LM (arXiv 1909.08053), section 3 (tensor ranks); the cost: this project
+Source: Megatron-LM (arXiv 1909.08053), section 3 (tensor ranks); DeepSpeed-Ulysses (arXiv 2309.14509), section 3.2
+(context ranks); the cost: this project
 Tests: tests/plan/test_tensor_sizes.py, tests/plan/test_costs.py
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +50,14 @@ import numpy.typing as npt
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.memory_report import MemoryCounts
-from gpp_plugin.ir.plan import MemoryBreakdown, PipelinePlan, Stage, forward_only_stages, joined_breakdown
+from gpp_plugin.ir.plan import (
+    MemoryBreakdown,
+    ModelGrid,
+    PipelinePlan,
+    Stage,
+    forward_only_stages,
+    joined_breakdown,
+)
 from gpp_plugin.ir.profile import BlockCost, InputCost, Profile
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
 from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts
@@ -59,7 +68,7 @@ from gpp_plugin.schedule.messages import under_way_bytes
 from gpp_plugin.schedule.orders.async_1f1b import windows_of
 from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name, lower_async
 
-# What one of t tensor ranks has of each block: the one formula of times, bytes and sums under tensor parallelism.
+# What one of t tensor ranks and of c context ranks has of each block: the one formula of times, bytes and sums.
 #
 # Legend, of a block at tensor size t (`BlockSharding`):
 #
@@ -72,9 +81,24 @@ from gpp_plugin.schedule.program_sets import SYNCHRONOUS, ProgramSet, async_name
 #
 # A layer of 100 us with f = 1 that sums 8 MB twice in a ring (450 GB/s, 3 us): at t = 2 50 + 2 (2 x 3) + 2 x 17.8 us.
 #
-# Blocks without sharding, and explicit stages, whose costs are of one tensor rank already, stay as they are. The sums
-# of a backward belong to its input gradient. Saved tensors (`SavedTensor`) shrink as the block that is charged with
-# them.
+# At context size c the same holds with a share of its own, but that parameters are whole, and so gradients and
+# optimizer state. Both divide what is left by the other: operations C ((1 - f) + f / t) ((1 - g) + g / c). What tensor
+# ranks sum is of their positions, and what context ranks exchange is of their heads. Keys and values of fewer groups
+# than ranks are exchanged, and saved, by several ranks each.
+#
+# Blocks without sharding, and explicit stages, whose costs are of one rank already, stay as they are. The sums of a
+# backward belong to its input gradient. Saved tensors (`SavedTensor`) shrink as the block that is charged with them.
+
+
+class GridPrices(NamedTuple):
+    """What collectives of a stage's tensor ranks take, and those of its context ranks."""
+
+    tensor: CollectiveCosts = CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
+    context: CollectiveCosts = CollectiveCosts(CollectiveCost(((0.0, 0.0),)))
+
+
+FREE = GridPrices()
+"""Without ranks to divide anything."""
 
 
 def sharded_by_block(graph: BlockGraph, tensor: int) -> dict[str, BlockSharding]:
@@ -82,18 +106,23 @@ def sharded_by_block(graph: BlockGraph, tensor: int) -> dict[str, BlockSharding]
     return {each.block: each for each in graph.sharding if tensor in each.degrees} if tensor > 1 else {}
 
 
-def part(share: float, tensor: int) -> float:
-    """Return what one of ``tensor`` ranks has of something of which ``share`` is divided.
+def cut_by_block(graph: BlockGraph, context: int) -> dict[str, BlockSharding]:
+    """Return by name the blocks of which ``context`` ranks compute parts of the positions."""
+    return {each.block: each for each in graph.context if context in each.degrees} if context > 1 else {}
+
+
+def part(share: float, ranks: int) -> float:
+    """Return what one of so many ranks has of something of which ``share`` is divided.
 
     >>> part(0.5, 4)
     0.625
     """
-    return (1.0 - share) + share / tensor
+    return (1.0 - share) + share / ranks
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """What one tensor rank has of a block: of its operations, parameters, what is trained, and what is saved."""
+    """What one rank has of a block: of its operations, parameters, what is trained, and what is saved."""
 
     flops: float = 1.0
     parameters: float = 1.0
@@ -101,34 +130,56 @@ class Parts:
     saved: float = 1.0
 
 
-def parts_by_block(graph: BlockGraph, tensor: int) -> dict[str, Parts]:
-    """Return by name what one of ``tensor`` ranks has of each block that they divide."""
+def parts_by_block(graph: BlockGraph, grid: ModelGrid) -> dict[str, Parts]:
+    """Return by name what one rank of a grid has of each block that it divides."""
     # A block of 100 MB of parameters, 80 of them in matrices that ranks cut, on 4 ranks: 20 + 80 / 4 = 40 MB, a part of
     # 0.4. The share is taken of the block's own bytes and laid on the profile's, which may be of another type. A frozen
     # block has no trained bytes: its share of none is 0, and nothing is divided of what is not there.
-    found, sharded = {}, sharded_by_block(graph, tensor)
+    found, tensor = {}, grid.tensor
+    sharded, cut = sharded_by_block(graph, tensor), cut_by_block(graph, grid.context)
     for block in graph.blocks:
-        own = sharded.get(block.name)
-        if own is None:
-            continue
-        found[block.name] = Parts(
-            flops=part(own.flop_share, tensor),
-            parameters=part(own.parameter_bytes / max(block.parameter_bytes, 1), tensor),
-            trained=part(own.trainable_bytes / max(block.trainable_bytes, 1), tensor),
-            saved=part(own.saved_share, tensor),
-        )
+        own = Parts()
+        if (shards := sharded.get(block.name)) is not None:
+            own = Parts(
+                flops=part(shards.flop_share, tensor),
+                parameters=part(shards.parameter_bytes / max(block.parameter_bytes, 1), tensor),
+                trained=part(shards.trainable_bytes / max(block.trainable_bytes, 1), tensor),
+                saved=part(shards.saved_share, tensor),
+            )
+        if (each := cut.get(block.name)) is not None:
+            copies = (copies_of(each, grid) - 1) * each.group_bytes / grid.context / max(block.saved_bytes, 1)
+            own = dataclasses.replace(
+                own,
+                flops=own.flops * part(each.flop_share, grid.context),
+                saved=own.saved * (part(each.saved_share, grid.context) + copies),
+            )
+        if own != WHOLE:
+            found[block.name] = own
     return found
+
+
+def copies_of(cut: BlockSharding, grid: ModelGrid) -> int:
+    """Return how many of a grid's context ranks read each group of keys and values; 1 where these divide its groups.
+
+    >>> names = ("flop_share", "saved_share", "parameter_bytes", "trainable_bytes", "forward_sums", "backward_sums")
+    >>> nothing = dict.fromkeys((*names, "forward_sum_bytes", "backward_sum_bytes"), 0)
+    >>> layer = BlockSharding(block="layer", degrees=(2, 4, 8), groups=4, **nothing)
+    >>> [copies_of(layer, ModelGrid(context, tensor)) for context, tensor in ((2, 1), (8, 1), (4, 2))]
+    [1, 2, 2]
+    """
+    groups = cut.groups // grid.tensor if cut.groups % grid.tensor == 0 else cut.groups
+    return grid.context // math.gcd(grid.context, groups) if cut.groups else 1
 
 
 WHOLE = Parts()
 
 
-def sharded_profile(profile: Profile, graph: BlockGraph, tensor: int) -> Profile:
-    """Return the costs of one of ``tensor`` ranks, all-reduces left out; what is not of the graph's blocks stays."""
+def sharded_profile(profile: Profile, graph: BlockGraph, grid: ModelGrid) -> Profile:
+    """Return the costs of one rank of a grid, collectives left out; what is not of the graph's blocks stays."""
     # What several blocks hold together is charged to the first of them: a tied embedding is held in
     # as many parts wherever it is, and a storage saved by several layers is as small as where it is made. Inputs of the
-    # mini-batch stay: every tensor rank of a data position reads the same samples.
-    parts = parts_by_block(graph, tensor)
+    # mini-batch stay: every rank of a data position reads the same samples.
+    parts = parts_by_block(graph, grid)
     if not parts:
         return profile
     return dataclasses.replace(
@@ -173,9 +224,9 @@ def _cost_of(cost: BlockCost, own: Parts) -> BlockCost:
     )
 
 
-def sharded_graph(graph: BlockGraph, tensor: int) -> BlockGraph:
-    """Return the graph with the saved tensors as one of ``tensor`` ranks keeps them."""
-    parts = parts_by_block(graph, tensor)
+def sharded_graph(graph: BlockGraph, grid: ModelGrid) -> BlockGraph:
+    """Return the graph with the saved tensors as one rank of a grid keeps them."""
+    parts = parts_by_block(graph, grid)
     if not parts or not graph.saved:
         return graph
     saved = tuple(
@@ -188,7 +239,7 @@ def sharded_graph(graph: BlockGraph, tensor: int) -> BlockGraph:
 Floats = npt.NDArray[np.float64]
 
 
-def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCosts) -> Floats:
+def sum_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) -> Floats:
     """Return [line, 7, block] microseconds of collectives: forward a task, forward a sample, backward a task, a sample.
 
     Then `BlockSharding.beside_share`, and of the backward's a task and a sample what weight gradients may hide. The
@@ -198,16 +249,17 @@ def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCosts) -> Floats:
     # On 4 ranks in a ring of 3 us and 450 GB/s, 2 sums of 8 MB together at one sample: 2 x 6 x 3 = 36 us a task, and
     # 6 / 4 x 8 MB / 450 GB/s = 26.7 us a sample. The first does not grow with a micro-batch, so that small ones are
     # dear on tensor ranks; the second does not shrink with more ranks, so that large sizes win less and less.
-    sharded = sharded_by_block(graph, tensor)
+    sharded, cut = sharded_by_block(graph, grid.tensor), cut_by_block(graph, grid.context)
     found = np.zeros((len(price.all_reduce.lines), 7, len(graph.blocks)))
-    ((step, gathered),) = price.gather.lines or ((0.0, 0.0),)
-    gathered /= graph.num_samples
+    ((step, of_gather),) = price.gather.lines or ((0.0, 0.0),)
     for i, block in enumerate(graph.blocks):
         own = sharded.get(block.name)
         if own is None:
             continue
+        positions = part(cut[block.name].saved_share, grid.context) if block.name in cut else 1.0
+        gathered = of_gather * positions / graph.num_samples
         for line, (latency, per_byte) in enumerate(price.all_reduce.lines):
-            each = per_byte / graph.num_samples
+            each = per_byte * positions / graph.num_samples
             sums, more = own.backward_sums * latency, own.backward_sum_bytes * each
             found[line, :, i] = (
                 own.forward_sums * latency + own.forward_gathers * step,
@@ -218,6 +270,39 @@ def sum_times(graph: BlockGraph, tensor: int, price: CollectiveCosts) -> Floats:
                 sums + own.beside_gathers * step,
                 more + own.beside_gather_bytes * gathered,
             )
+    return found
+
+
+def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) -> Floats:
+    """Return [line, 4, block] microseconds of collectives of context ranks: `sum_times` without what is hidden."""
+    # On 4 ranks (3 us, 450 GB/s) a layer that exchanges q, k, v and attention's result, 8 MB each: 4 x 3 x 3 = 36 us
+    # a forward, and 3 / 16 x 32 MB / 450 GB/s = 13.3 us; gathering the same would take 53. At tensor size 2 each rank
+    # has half of the heads, and exchanges half of that.
+    sharded, cut = sharded_by_block(graph, grid.tensor), cut_by_block(graph, grid.context)
+    found = np.zeros((len(price.all_reduce.lines), 4, len(graph.blocks)))
+    ((of_gather, gathered),), ((of_exchange, exchanged),) = price.gather.lines, price.exchange.lines
+    for i, block in enumerate(graph.blocks):
+        own = cut.get(block.name)
+        if own is None:
+            continue
+        heads = grid.tensor if block.name in sharded else 1
+        more = (copies_of(own, grid) - 1) * own.group_bytes
+        for line, (of_sum, summed) in enumerate(price.all_reduce.lines):
+            found[line, :, i] = (
+                own.forward_sums * of_sum
+                + own.forward_gathers * of_gather
+                + own.forward_exchanges * of_exchange,
+                own.forward_sum_bytes * summed
+                + own.forward_gather_bytes * gathered
+                + (own.forward_exchange_bytes + more) / heads * exchanged,
+                own.backward_sums * of_sum
+                + own.backward_gathers * of_gather
+                + own.backward_exchanges * of_exchange,
+                own.backward_sum_bytes * summed
+                + own.backward_gather_bytes * gathered
+                + (own.backward_exchange_bytes + more) / heads * exchanged,
+            )
+    found[:, 1::2] /= graph.num_samples
     return found
 
 
@@ -244,17 +329,19 @@ def boundary_bytes(graph: BlockGraph, blocks: Collection[str], tensor: int) -> t
 
 
 def boundary_times(
-    graph: BlockGraph, rows: Sequence[int], tensor: int, gather: CollectiveCost, local: float
+    graph: BlockGraph, rows: Sequence[int], grid: ModelGrid, prices: GridPrices, local: float
 ) -> tuple[float, float]:
     """Return microseconds of `boundary_bytes` at ``local`` samples: of a forward, and of a backward.
 
     Args:
         rows: positions of the stage's blocks in the graph.
     """
+    # what context ranks have in parts stays so: each sends its own, and gathers its part among its tensor ranks
     share, blocks = local / graph.num_samples, [graph.blocks[row].name for row in rows]
+    share /= grid.context if cut_by_block(graph, grid.context) else 1
     forward, backward = (
-        float(sum(gather.us(each * share) for each in found))
-        for found in boundary_bytes(graph, blocks, tensor)
+        float(sum(prices.tensor.gather.us(each * share) for each in found))
+        for found in boundary_bytes(graph, blocks, grid.tensor)
     )
     return forward, backward
 
@@ -346,18 +433,18 @@ def memory_breakdown(
 
     Args:
         profile: of the graph the plan was made for.
-        graph: that graph; None: tensor ranks divide nothing of the profile's costs.
+        graph: that graph; None: the ranks of a data position divide nothing of the profile's costs.
         zero_stage: what the ranks of a stage share out among themselves.
         more_samples: samples of a micro-batch over those that are planned, where units have others.
         messages: what those hold, by stage (`messages_held`); none: they are left out.
     """
-    of_tensor = {
-        tensor: profile if graph is None else sharded_profile(profile, graph, tensor)
-        for tensor in {stage.tensor for stage in plan.stages}
+    of_grid = {
+        grid: profile if graph is None else sharded_profile(profile, graph, grid)
+        for grid in {stage.grid for stage in plan.stages}
     }
     return tuple(
         dataclasses.replace(
-            _of_stage(stage, plan.num_versions(index), of_tensor[stage.tensor], zero_stage, more_samples),
+            _of_stage(stage, plan.num_versions(index), of_grid[stage.grid], zero_stage, more_samples),
             messages=messages[index] if messages else 0,
         )
         for index, stage in enumerate(plan.stages)
@@ -394,10 +481,10 @@ def complete_plan(plan: PipelinePlan, graph: BlockGraph, profile: Profile) -> Pi
         graph, profile: those the plan was made for.
     """
     costs = {
-        tensor: sharded_profile(profile, graph, tensor).by_block()
-        for tensor in {stage.tensor for stage in plan.stages}
+        grid: sharded_profile(profile, graph, grid).by_block()
+        for grid in {stage.grid for stage in plan.stages}
     }
-    gradients = [sum(costs[s.tensor][name].gradient_bytes for name in s.blocks) for s in plan.stages]
+    gradients = [sum(costs[s.grid][name].gradient_bytes for name in s.blocks) for s in plan.stages]
     names = dict.fromkeys(name for edge in plan.edges for name in (*edge.batch_tensors, *edge.whole_tensors))
     plan = plan.with_each(gradient_bytes=gradients)
     return dataclasses.replace(plan, tensors=tuple(graph.tensors[name] for name in names))
@@ -486,12 +573,12 @@ def _of_stage(
     optimizer = sum(c.optimizer_bytes for c in costs) - again[2]
     transient = max((c.transient_bytes_per_sample * local for c in costs), default=0.0)
     # What is saved is what the stage's own memory plan leaves: whole gradients reuse that much.
-    transient += unreduced_bytes(gradients, saved_bytes, degree=stage.degree, zero_stage=zero_stage)
+    transient += unreduced_bytes(gradients, saved_bytes, degree=stage.num_replicas, zero_stage=zero_stage)
     transient += stage.pending * sum(c.pending_bytes_per_sample * local for c in costs)
     own_gradients, own_optimizer = shared_out(
-        gradients, optimizer, degree=stage.degree, zero_stage=zero_stage
+        gradients, optimizer, degree=stage.num_replicas, zero_stage=zero_stage
     )
-    sharded = sharded_bytes(weights, degree=stage.degree, zero_stage=zero_stage)
+    sharded = sharded_bytes(weights, degree=stage.num_replicas, zero_stage=zero_stage)
     gathered = dataclasses.replace(stage, sharded_bytes=sharded).gathered_bytes
     return MemoryBreakdown(
         stage=stage.name,

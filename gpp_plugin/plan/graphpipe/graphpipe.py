@@ -191,7 +191,7 @@ def search_stages(
 
         def predict(groups: Groups, wish: int) -> float:
             best = float("inf")
-            for way in rules.tensors.ways:
+            for way in rules.model.ways:
                 for slack in (1.0, 0.0):  # micro-batches in excess hide communication; they need memory
                     found = refiner.candidate(groups, wish, slack=slack, way=way)
                     if found is not None:
@@ -242,8 +242,8 @@ def _stage_counts(request: PlanRequest, rules: BatchRules) -> list[int] | None:
     if request.num_stages is not None:
         return [request.num_stages]
     if request.data_parallel is not None:
-        grids = [request.data_parallel * tensor for tensor in rules.tensors.sizes]
-        if rules.tensors.are_explicit:  # of sizes 1 and 2 six ranks of degree 1 are in 3 to 6 stages
+        grids = sorted({request.data_parallel * grid.size for grid in rules.model.grids})
+        if rules.model.are_explicit:  # of sizes 1 and 2 six ranks of degree 1 are in 3 to 6 stages
             most = min(request.num_ranks // grids[0], len(request.graph.blocks))
             return list(range(max(request.num_ranks // grids[-1], 1), most + 1))
         return [request.num_ranks // ranks for ranks in grids if request.num_ranks % ranks == 0]
@@ -268,15 +268,16 @@ def _with_counts(refiner: Refiner, trees: SearchTrees, counts: Sequence[int] | N
             num_stages=None,
             micro_batch_sizes=None,
             tensor_parallel=1,
+            sequence_parallel=1,
         )
         partitions = find_partitions(smaller, costs, batch_rules(smaller), trees, fitter=refiner.fitter)
         groupings = {groups for _, groups in sorted(partitions, key=lambda partition: partition[0])[:6]}
         groupings.add((tuple(block.name for block in request.graph.blocks),))
         shapes = [refiner.reshape(groups, count) for groups in sorted(groupings)]
-        if rules.tensors.are_explicit:  # one rank a stage has no sizes, and few of its cuts may be
+        if rules.model.are_explicit:  # one rank a stage has no sizes, and few of its cuts may be
             shapes.extend(refiner.shared_out(count))
         for masks in shapes:
-            for wish, way in itertools.product(sizes, rules.tensors.ways) if masks is not None else ():
+            for wish, way in itertools.product(sizes, rules.model.ways) if masks is not None else ():
                 assert masks is not None
                 found = refiner.with_masks(masks, wish, way=way)
                 if found is not None:

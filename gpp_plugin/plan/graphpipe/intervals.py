@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.costs.cost_model import CostModel, Floats
 from gpp_plugin.plan.memory.fitting import StageFitter
@@ -470,18 +471,18 @@ class StageShapes:
         self._rooms: dict[tuple[float, int, float], tuple[Floats, Floats]] = {}
         self._savings: dict[float, list[Savings]] = {}
         self._spans: tuple[Floats, Floats] | None = None
-        self._at_tensor: dict[int, StageShapes] = {}
+        self._at_grid: dict[ModelGrid, StageShapes] = {}
 
-    def at_tensor(self, tensor: int) -> StageShapes:
-        """Return the shapes of one of the tensor ranks of the same stages (`CostModel.at_tensor`)."""
-        costs = self.costs.at_tensor(tensor)
+    def at_grid(self, grid: ModelGrid) -> StageShapes:
+        """Return the shapes of one of the ranks of the same stages on a grid (`CostModel.at_grid`)."""
+        costs = self.costs.at_grid(grid)
         if costs is self.costs:
             return self
-        if tensor not in self._at_tensor:
-            self._at_tensor[tensor] = StageShapes(
+        if grid not in self._at_grid:
+            self._at_grid[grid] = StageShapes(
                 costs, self._rows, self._columns, self.valid, self.largest, self.through
             )
-        return self._at_tensor[tensor]
+        return self._at_grid[grid]
 
     def total(self, values: Floats) -> Floats:
         """Return [row, column] the sum of ``values`` [block] over every stage's blocks."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
     Floats,
@@ -238,8 +239,8 @@ class StageTable:
     """Costs of every stage of one series at one micro-batch size, by variant, row and column.
 
     A variant is a number of ranks, and where stages may be made to fit (`fitting`) a level up to which they are. The
-    grids of data x tensor ranks of one number are one variant, with the best of each stage, where that is one; else
-    several.
+    grids of data x context x tensor ranks of one number are one variant, with the best of each stage, where that is
+    one; else several.
 
     Args:
         degrees: ranks of each variant, not decreasing.
@@ -386,12 +387,14 @@ class TableMaker:
         self.memory_limit = limit if most is None else min(limit, most)
         self.link_us_per_byte = link_us_per_byte(cluster, request.num_ranks)
         self.is_gpipe = request.schedule == "gpipe"
-        self.reductions = [costs.reduction(degree, tensor) for degree, tensor in self.grids]
+        self.reductions = [costs.reduction(degree, grid) for degree, grid in self.grids]
         names = [block.name for block in request.graph.blocks]
-        self._refused, self._divided = (
-            {size: np.array([name in blocks for name in names], dtype=float) for size, blocks in of.items()}
-            for of in (rules.tensors.refused, rules.tensors.divided)
-        )
+
+        def flags(blocks: frozenset[str]) -> Floats:
+            return np.array([name in blocks for name in names], dtype=float)
+
+        self._refused = {grid: flags(blocks) for grid, blocks in rules.model.refused.items()}
+        self._divided = {grid: [flags(each) for each in sets] for grid, sets in rules.model.divided.items()}
         self._size_classes = SizeClasses(rules, names)
 
     def table(self, item: Series | Branches) -> StageTable:
@@ -409,7 +412,7 @@ class TableMaker:
         of_class = self._size_classes
         classes = of_class.of(np.stack([shapes.total(flags) for flags in of_class.flags]))
         variants = [v for i in range(len(self.grids)) for v in self._variants(shapes, i, classes)]
-        if len(self.rules.tensors.sizes) > 1:
+        if len(self.rules.model.grids) > 1:
             variants = _merged(variants)
         table = StageTable(
             degrees=np.array([v.num_ranks for v in variants], dtype=np.float32),
@@ -428,12 +431,12 @@ class TableMaker:
         Args:
             classes: [row, column] of micro-batch sizes.
         """
-        degree, tensor = self.grids[i]
-        allowed, shapes = self._may_have(shapes, tensor), shapes.at_tensor(tensor)
+        degree, grid = self.grids[i]
+        allowed, shapes = self._may_have(shapes, grid), shapes.at_grid(grid)
         exists = shapes.valid if allowed is None else shapes.valid & allowed
         sizes = np.where(exists, self._size_classes.sizes(classes, degree, self.wish), 0)
         masks = {size: sizes == size for size in map(int, np.unique(sizes[sizes > 0]))}
-        plain = _Variant.empty(shapes.valid.shape, degree * tensor, 0)
+        plain = _Variant.empty(shapes.valid.shape, degree * grid.size, 0)
         for size, mask in masks.items():
             us = self._times(shapes, i, size)
             count = shapes.micro_batches_that_fit(size / degree, degree, self.memory_limit)
@@ -445,28 +448,28 @@ class TableMaker:
         if self.fitter is None or (plain.level >= self.levels[-1]).all():
             return
         for level in self.levels[-1:] if self.is_gpipe else self.levels:
-            made = _Variant.empty(shapes.valid.shape, degree * tensor, level)
+            made = _Variant.empty(shapes.valid.shape, degree * grid.size, level)
             for size, mask in masks.items():
                 us, levels = self._fitted(shapes, i, size, level)
                 made.fill(mask & (plain.level < level), us, levels, size, self.wish)
             if np.isfinite(made.us).any():
                 yield made
 
-    def _may_have(self, shapes: StageShapes, tensor: int) -> Bools | None:
-        """Return [row, column] which stages may be of that tensor size (`TensorRules`); None: all."""
+    def _may_have(self, shapes: StageShapes, grid: ModelGrid) -> Bools | None:
+        """Return [row, column] which stages may be of that grid (`GridRules`); None: all."""
         # Sums over a stage's blocks: none that is refused, and for sizes above 1 one at least that is divided.
         found: Bools | None = None
-        if tensor in self._refused:
-            found = shapes.total(self._refused[tensor]) < 0.5
-        if tensor > 1:
-            is_divided = shapes.total(self._divided[tensor]) > 0.5
+        if grid in self._refused:
+            found = shapes.total(self._refused[grid]) < 0.5
+        for flags in self._divided.get(grid, ()):
+            is_divided = shapes.total(flags) > 0.5
             found = is_divided if found is None else found & is_divided
         return found
 
     def _times(self, shapes: StageShapes, i: int, size: int, added_us: Floats | float = 0.0) -> Floats:
         """Return [row, column] microseconds a sample at the micro-batch size ``size`` of the stage."""
-        degree = self.grids[i][0]  # each tensor rank sends and is sent all of its data position's samples
-        link = boundary_us(shapes.through, degree, self.link_us_per_byte)
+        degree, grid = self.grids[i]  # each tensor rank sends and is sent all of its data position's samples
+        link = boundary_us(shapes.through, degree * grid.context, self.link_us_per_byte)
         # Under ZeRO 2 the search takes every reduce-scatter for a whole all-reduce, about twice of what
         # `num_reductions` counts and plans are ranked by: that leans it to larger micro-batches, which with little
         # memory have led to plans that are up to a tenth quicker (mmt on 8 ranks).

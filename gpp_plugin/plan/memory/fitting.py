@@ -176,10 +176,10 @@ def memory_advice(plan: PipelinePlan, *, zero_stage: int, allowed: Sequence[str]
     largest = max(bytes_of, key=bytes_of.__getitem__)
     changes = _changes(largest, allowed)
     # stage 3 shares out parameters, on ranks of several stages
-    if largest == "gradients and optimizer state" and stage.degree > 1 and zero_stage < 2:
+    if largest == "gradients and optimizer state" and stage.num_replicas > 1 and zero_stage < 2:
         more = setting_of("zero", zero_stage + 1)
-        changes.insert(0, f"{more}: this stage has {stage.degree} ranks to share them out")
-    if largest == "weights" and stage.degree > 1 and zero_stage < 3 and plan.shares_ranks:
+        changes.insert(0, f"{more}: this stage has {stage.num_replicas} ranks to share them out")
+    if largest == "weights" and stage.num_replicas > 1 and zero_stage < 3 and plan.shares_ranks:
         changes.insert(
             0, f"{setting_of('zero', 3)}: ranks of several stages then hold one of them whole at a time"
         )
@@ -247,7 +247,7 @@ class StageFitter:
 
     @remembered
     def on(self, costs: CostModel) -> StageFitter:
-        """Return the fitter of stages of other costs, those of a tensor size (`CostModel.at_tensor`)."""
+        """Return the fitter of stages of other costs, those of a grid (`CostModel.at_grid`)."""
         return self if costs is self.costs else StageFitter(self.request, costs)
 
     @property

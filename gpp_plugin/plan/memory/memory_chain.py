@@ -88,7 +88,7 @@ class WholeStage(TensorChain):
 
     def reused_by_gradients(self, start: int, stop: int, less: float) -> float:
         """Return the bytes of the whole stage."""
-        if self.costs.zero_stage < 2 or self.degree == 1:
+        if self.costs.zero_stage < 2 or self.degree * self.costs.grid.context == 1:
             return 0.0
         saved = self.costs.group_saved_bytes(self.rows, self.local)
         return min(self.costs.group_gradient_bytes(self.rows), max(saved - less, 0.0))

@@ -508,9 +508,9 @@ class OperatorChain(TensorChain):
             for readers, num_bytes, is_shared_out in costs.inputs
         ]
         self.parameters, self.trained = prefix_sums(costs.parameter_bytes), prefix_sums(costs.gradient_bytes)
-        self._degree, self._zero_stage = degree, costs.zero_stage
+        self._replicas, self._zero_stage = degree * costs.grid.context, costs.zero_stage
         parts = costs.parameter_bytes, costs.gradient_bytes, costs.optimizer_bytes
-        self.held = prefix_sums(held_bytes(*parts, degree=degree, zero_stage=costs.zero_stage))
+        self.held = prefix_sums(held_bytes(*parts, degree=self._replicas, zero_stage=costs.zero_stage))
         self._sums = self.held.tolist(), self.trained.tolist(), self.saved.tolist()
         self._transient = _largest_of(costs.transient_per_sample * local)
         everything = GraphTensors(costs)
@@ -573,7 +573,7 @@ class OperatorChain(TensorChain):
         if self._zero_stage >= 2:
             reusable = 0.0 if is_optimized else inside
             held += float(
-                unreduced_bytes(gradient, reusable, degree=self._degree, zero_stage=self._zero_stage)
+                unreduced_bytes(gradient, reusable, degree=self._replicas, zero_stage=self._zero_stage)
             )
         transient = _between(self._transient, start, stop)
         need: float = peak_bytes(held, inside, shape.in_flight(stage), transient=transient)
@@ -581,7 +581,7 @@ class OperatorChain(TensorChain):
 
     def reused_by_gradients(self, start: int, stop: int, less: float) -> float:
         """Return the bytes, from prefix sums."""
-        if self._zero_stage < 2 or self._degree == 1:
+        if self._zero_stage < 2 or self._replicas == 1:
             return 0.0
         gradient = float(self.trained[stop] - self.trained[start])
         return min(gradient, max(self.saved_bytes(start, stop) - less, 0.0))

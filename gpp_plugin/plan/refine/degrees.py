@@ -1,8 +1,8 @@
 """How many ranks each of a fixed set of stages gets: exact, all ranks used, smallest bottleneck.
 
-A stage's ranks are a grid of data x tensor positions. Of the grids of one number of ranks the quickest a sample counts;
-as micro-batches of fewer samples on more tensor ranks fill a pipeline sooner, whole plans are also made with one tensor
-size as far as stages allow it (`TensorRules.ways`).
+A stage's ranks are a grid of data x context x tensor positions. Of the grids of one number of ranks the quickest a
+sample counts; as micro-batches of fewer samples on more ranks each fill a pipeline sooner, whole plans are also made
+with one context and tensor size as far as stages allow it (`GridRules.ways`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from gpp_plugin.ir.plan import ALONE, ModelGrid
 from gpp_plugin.plan.costs.collective_costs import stack_lines
 from gpp_plugin.plan.costs.cost_model import (
     CostModel,
@@ -37,12 +38,12 @@ class Option(NamedTuple):
     us_per_sample: float
     forward_us: float
     backward_us: float
-    tensor: int = 1
+    grid: ModelGrid = ALONE
 
     @property
     def num_ranks(self) -> int:
         """Return the ranks of the grid."""
-        return self.degree * self.tensor
+        return self.degree * self.grid.size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +94,7 @@ class DegreeChooser:
             size: self.sets.mask_of([name for name, fixed in rules.fixed.items() if fixed == size])
             for size in sorted(set(rules.fixed.values()))
         }
-        self._rank_counts = sorted({degree * tensor for degree, tensor in rules.grids})
+        self._rank_counts = sorted({degree * grid.size for degree, grid in rules.grids})
         order = request.rank_order or range(request.num_ranks)
         self._order = [rank for rank in order if rank < request.num_ranks]
 
@@ -104,16 +105,16 @@ class DegreeChooser:
         *,
         ignore_memory: bool = False,
         limit_us: float = float("inf"),
-        way: int | None = None,
+        way: ModelGrid | None = None,
     ) -> list[Option] | None:
         """Return one option a stage, or None where no choice uses all ranks within memory and time.
 
         Args:
             wish: micro-batch size of every stage that neither coupling nor the user fixes.
             limit_us: most microseconds a sample of any stage.
-            way: to give stages tensor sizes, one of `TensorRules.ways`; None: the first.
+            way: to give stages grids, one of `GridRules.ways`; None: the first.
         """
-        way = self.rules.tensors.ways[0] if way is None else way
+        way = self.rules.model.ways[0] if way is None else way
         heights = [] if ignore_memory else self.sets.heights(masks)
 
         def options_of(stage: int, kinds: Kinds, limit: int) -> list[Option]:
@@ -174,7 +175,8 @@ class DegreeChooser:
                 blocks=self.sets.blocks(mask),
                 degree=option.degree,
                 micro_batch_size=option.micro_batch_size,
-                tensor=option.tensor,
+                tensor=option.grid.tensor,
+                context=option.grid.context,
             )
             for mask, option in zip(masks, options, strict=True)
         ]
@@ -193,29 +195,40 @@ class DegreeChooser:
         return self.rules.sizes(self.sets.blocks(mask), degree)
 
     @remembered
-    def tensor_sizes(self, mask: Mask) -> list[int]:
-        """Return the tensor sizes a stage may have."""
-        return self.rules.tensors.allowed(self.sets.blocks(mask))
+    def grids(self, mask: Mask) -> list[ModelGrid]:
+        """Return the context and tensor sizes a stage may have."""
+        return self.rules.model.allowed(self.sets.blocks(mask))
 
-    def _in_way(self, options: list[Option], mask: Mask, way: int) -> list[Option]:
-        """Return the options with the largest tensor size up to ``way``; all where any is meant."""
+    @remembered
+    def _grids_in_way(self, mask: Mask, way: ModelGrid) -> list[ModelGrid]:
+        """Return the grids with the largest sizes up to ``way``; of one that is `ANY_SIZE` there all."""
         # Of sizes 1, 2, 4 a stage of a vision tower whose heads 4 does not divide has 1 and 2: in way 4 it takes 2, and
         # the decoder's stages beside it 4. In way `ANY_SIZE` each takes what is quickest, which is 1 but for memory,
         # gradients to reduce, and micro-batches that no data-parallel ranks can share.
-        if way == ANY_SIZE or len(self.rules.tensors.sizes) == 1:
+        found = self.grids(mask)
+        for axis, most in enumerate(way):
+            if most != ANY_SIZE:
+                size = max((each[axis] for each in found if each[axis] <= most), default=0)
+                found = [each for each in found if each[axis] == size]
+        return found
+
+    def _in_way(self, options: list[Option], mask: Mask, way: ModelGrid) -> list[Option]:
+        """Return the options whose grids are of a way."""
+        if len(self.rules.model.grids) == 1 or len(grids := self._grids_in_way(mask, way)) == len(
+            self.grids(mask)
+        ):
             return options
-        size = max((each for each in self.tensor_sizes(mask) if each <= way), default=0)
-        return [option for option in options if option.tensor == size]
+        return [option for option in options if option.grid in grids]
 
     @remembered
     def _stage_options(
-        self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int, way: int
+        self, mask: Mask, wish: int, height: int, kinds: Kinds, limit: int, way: ModelGrid
     ) -> list[Option]:
         """Return the grids with which a stage at that height fits ranks of so many bytes, on these devices."""
         request, rows = self.request, self.sets.rows(mask)
         found = []
         for option in self._in_way(self._timed_options(mask, wish, kinds), mask, way):
-            own = self.costs.at_tensor(option.tensor)
+            own = self.costs.at_grid(option.grid)
             num = request.mini_batch // option.micro_batch_size
             local = option.micro_batch_size // option.degree
             in_flight = num if request.schedule == "gpipe" else min(num, height)
@@ -248,17 +261,13 @@ class DegreeChooser:
                 max(of_degree, key=lambda option: option.us_per_sample)
                 for of_degree in zip(*each, strict=True)
             ]
-        return [
-            option
-            for tensor in self.tensor_sizes(mask)
-            for option in self._of_tensor(mask, wish, kinds, tensor)
-        ]
+        return [option for grid in self.grids(mask) for option in self._of_grid(mask, wish, kinds, grid)]
 
-    def _of_tensor(self, mask: Mask, wish: int, kinds: Kinds, tensor: int) -> list[Option]:
-        """Return every degree of a stage at a tensor size with its time."""
-        costs = self.costs.at_tensor(tensor)
+    def _of_grid(self, mask: Mask, wish: int, kinds: Kinds, grid: ModelGrid) -> list[Option]:
+        """Return every degree of a stage on a grid with its time."""
+        costs = self.costs.at_grid(grid)
         fixed = tuple(size for size, blocks in self._fixed.items() if blocks & mask)
-        sizing = self._sizing(wish, bool(self._coupled & mask), fixed, kinds, tensor)
+        sizing = self._sizing(wish, bool(self._coupled & mask), fixed, kinds, grid)
         rows = np.array(self.sets.rows(mask))
         gradient = costs.group_gradient_bytes(self.sets.rows(mask))
         forward, backward = sizing.forward_us[:, rows].sum(axis=1), sizing.backward_us[:, rows].sum(axis=1)
@@ -267,21 +276,21 @@ class DegreeChooser:
             reducing = np.min(sizing.reduce_us + gradient * sizing.reduce_us_per_byte, axis=0)
             us += exposed_us(costs, reducing, backward / self.request.mini_batch, gradient)
         times = us.tolist(), forward.tolist(), backward.tolist()
-        return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(tensor)))
+        return list(map(Option, sizing.degrees, sizing.sizes, *times, itertools.repeat(grid)))
 
     @remembered
     def _sizing(
-        self, wish: int, is_coupled: bool, fixed: tuple[int, ...], kinds: Kinds, tensor: int
+        self, wish: int, is_coupled: bool, fixed: tuple[int, ...], kinds: Kinds, grid: ModelGrid
     ) -> _Sizing:
-        request, costs = self.request, self.costs.at_tensor(tensor)
+        request, costs = self.request, self.costs.at_grid(grid)
         found = []
         for degree, of_grid in self.rules.grids if len(fixed) < 2 else ():
             size = self.rules.size_of(fixed[0] if fixed else None, is_coupled, degree, wish)
-            if of_grid == tensor and size is not None:
+            if of_grid == grid and size is not None:
                 found.append((degree, size))
         times = [costs.block_times(size // degree, *kinds) for degree, size in found]
         shape = (len(found), len(costs.index))
-        latency, per_byte = stack_lines([costs.reduction(degree, tensor) for degree, _ in found])
+        latency, per_byte = stack_lines([costs.reduction(degree, grid) for degree, _ in found])
         steps = np.array([costs.num_reductions(request.mini_batch // size) for _, size in found])
         return _Sizing(
             degrees=[degree for degree, _ in found],
@@ -306,7 +315,7 @@ def choose_degrees(
     """Return one draft a group of blocks, or None where no choice uses all ranks within memory."""
     chooser = DegreeChooser(request, costs, rules)
     masks = [chooser.sets.mask_of(group) for group in groups]
-    ways = (chooser.choose(masks, wish, ignore_memory=ignore_memory, way=way) for way in rules.tensors.ways)
+    ways = (chooser.choose(masks, wish, ignore_memory=ignore_memory, way=way) for way in rules.model.ways)
     options = next((found for found in ways if found is not None), None)
     return None if options is None else chooser.drafts(masks, options)
 

@@ -86,7 +86,7 @@ def _with_width(plan: PipelinePlan, cluster: Cluster, width: int) -> tuple[Pipel
     stages = []
     for stage in plan.stages:
         parts = [stage.ranks[i : i + width] for i in range(0, len(stage.ranks), width)]
-        if stage.tensor > 1 or any(part not in number for part in parts):
+        if stage.model_parallel > 1 or any(part not in number for part in parts):
             return None
         ranks = tuple(number[part] for part in parts)
         stages.append(

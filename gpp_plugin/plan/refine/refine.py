@@ -28,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import ALONE, ModelGrid, PipelinePlan
 from gpp_plugin.plan.costs.cost_model import CostModel, us_per_sample
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.memory.fitting import StageFitter
@@ -72,7 +72,7 @@ class Candidate:
         slack: micro-batches held in excess of Table 2 for each stage on the way to a sink; Table 2
             takes communication to be free, and where it is not every hop on a round trip delays the
             next micro-batch unless another one is there to work on.
-        way: to give stages tensor sizes (`TensorRules.ways`).
+        way: to give stages context and tensor sizes (`GridRules.ways`).
         score: (bytes too many, predicted microseconds, unevenness); smaller is better. Of a plan that is there the
             last is the time with orders that a search compares first.
         plan: where the drafts say which ranks the stages have, and ranks may hold several; it fits.
@@ -83,7 +83,7 @@ class Candidate:
     drafts: tuple[StageDraft, ...]
     score: Score
     slack: float = 0.0
-    way: int = 1
+    way: ModelGrid = ALONE
     plan: PipelinePlan | None = None
 
 
@@ -131,7 +131,7 @@ class Refiner:
     # ---- candidates -------------------------------------------------------------------------------
 
     def candidate(
-        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0, way: int | None = None
+        self, groups: Sequence[Sequence[str]], wish: int, *, slack: float = 0.0, way: ModelGrid | None = None
     ) -> Candidate | None:
         """Return the candidate of these groups of blocks, or None where ranks cannot be shared out."""
         return self.with_masks([self.sets.mask_of(group) for group in groups], wish, slack, way)
@@ -139,18 +139,18 @@ class Refiner:
     def from_drafts(self, drafts: Sequence[StageDraft], wish: int) -> Candidate:
         """Return the candidate of complete drafts."""
         masks = tuple(self.sets.mask_of(draft.blocks) for draft in drafts)
-        way = self.rules.tensors.ways[0]
+        way = self.rules.model.ways[0]
         return Candidate(masks=masks, wish=wish, drafts=tuple(drafts), score=self._score(drafts), way=way)
 
     def with_masks(
-        self, masks: Sequence[Mask], wish: int, slack: float = 0.0, way: int | None = None
+        self, masks: Sequence[Mask], wish: int, slack: float = 0.0, way: ModelGrid | None = None
     ) -> Candidate | None:
         """Return the candidate of these stages, or None where it is no plan, cannot win or was met before."""
         if self.request.num_stages not in (None, len(masks)):
             return None
         # on devices of several speeds it matters which of two equal branches is cut
         shape = frozenset(masks) if self.costs.is_mixed else self.sets.shape_of(masks)
-        way = self.rules.tensors.ways[0] if way is None else way
+        way = self.rules.model.ways[0] if way is None else way
         key = (shape, wish, slack, way)
         if key in self._seen:
             return None
@@ -171,7 +171,7 @@ class Refiner:
             masks=tuple(masks), wish=wish, drafts=tuple(drafts), score=score, slack=slack, way=way
         )
 
-    def _drafts(self, masks: Sequence[Mask], wish: int, way: int) -> list[StageDraft] | None:
+    def _drafts(self, masks: Sequence[Mask], wish: int, way: ModelGrid) -> list[StageDraft] | None:
         """Return the stages with all ranks shared out; None where that is impossible or takes too long."""
         limit = min(HOPELESS * self._best_us, self._cutoff_us)
         limit_us = limit / self.request.mini_batch * (1 + ROUNDING)
@@ -191,7 +191,7 @@ class Refiner:
         for mask, o in zip(masks, options, strict=True):
             computing = (o.forward_us + o.backward_us) / o.micro_batch_size
             reducing = (o.us_per_sample - computing) * self.request.mini_batch
-            update = self._update_us(mask, o.degree, o.tensor)
+            update = self._update_us(mask, o.degree, o.grid)
             times.append((o.forward_us, o.backward_us, o.micro_batch_size, reducing, update))
         return None if self._least_us(masks, times) > limit else self.chooser.drafts(masks, options)
 
@@ -222,8 +222,8 @@ class Refiner:
             plan=plan,
         )
 
-    def _update_us(self, mask: Mask, degree: int, tensor: int) -> float:
-        return self.costs.at_tensor(tensor).update_us(self.sets.rows(mask), degree)
+    def _update_us(self, mask: Mask, degree: int, grid: ModelGrid) -> float:
+        return self.costs.at_grid(grid).update_us(self.sets.rows(mask), degree)
 
     def _least_us(
         self, masks: Sequence[Mask], times: Sequence[tuple[float, float, int, float, float]]
@@ -293,7 +293,7 @@ class Refiner:
         )
         return self.with_masks(masks, start.wish, start.slack, start.way) or start
 
-    def _unevenness(self, masks: Sequence[Mask], wish: int, way: int) -> float:
+    def _unevenness(self, masks: Sequence[Mask], wish: int, way: ModelGrid) -> float:
         options = self.chooser.choose(masks, wish, way=way)
         if options is None:
             return float("inf")
@@ -320,7 +320,7 @@ class Refiner:
             placed = {}
         times = []
         for mask, draft in zip(at.masks, at.drafts, strict=True):
-            own, local = self.costs.at_tensor(draft.tensor), draft.micro_batch_size / draft.degree
+            own, local = self.costs.at_grid(draft.grid), draft.micro_batch_size / draft.degree
             ranks = placed.get(frozenset(draft.blocks))
             computing = sum(own.stage_times(self.sets.rows(mask), local, ranks))
             times.append(float(us_per_sample(computing, draft.micro_batch_size)))
@@ -339,7 +339,7 @@ class Refiner:
         place = wishes.index(at.wish) if at.wish in wishes else 0
         near = [*wishes[place + 1 : place + 3], *wishes[max(place - 2, 0) : place][::-1]]
         yield from (self._with_wish(at, wish) for wish in near)
-        ways = self.rules.tensors.ways if len(self.rules.tensors.ways) > 1 and at.plan is None else ()
+        ways = self.rules.model.ways if len(self.rules.model.ways) > 1 and at.plan is None else ()
         yield from (self.with_masks(at.masks, at.wish, at.slack, way) for way in ways)
         for drafts in self._changed_drafts(at):
             yield self._with_drafts(at, drafts)
@@ -455,13 +455,13 @@ class Refiner:
         times = []
         for mask, draft in zip(masks, drafts, strict=True):
             local = draft.micro_batch_size / draft.degree
-            own = self.costs.at_tensor(draft.tensor).stage_times(self.sets.rows(mask), local)
-            update = self._update_us(mask, draft.degree, draft.tensor)
+            own = self.costs.at_grid(draft.grid).stage_times(self.sets.rows(mask), local)
+            update = self._update_us(mask, draft.degree, draft.grid)
             times.append((*own, draft.micro_batch_size, 0.0, update))
         return self._least_us(masks, times)
 
     def _changed_drafts(self, at: Candidate) -> Iterator[Sequence[StageDraft | None]]:
-        """Yield other micro-batch sizes, k, tensor sizes, degrees and ranks for the same stages."""
+        """Yield other micro-batch sizes, k, grids, degrees and ranks for the same stages."""
         drafts = list(at.drafts)
         for i, (mask, draft) in enumerate(zip(at.masks, drafts, strict=True)):
             for size in self.chooser.sizes(mask, draft.degree):
@@ -478,23 +478,25 @@ class Refiner:
             yield from self._moved_ranks(at.masks, drafts)
 
     def _other_grids(self, mask: Mask, draft: StageDraft) -> Iterator[StageDraft]:
-        """Yield a stage with its ranks shared out otherwise among data and tensor positions."""
+        """Yield a stage with its ranks shared out otherwise among data, context and tensor positions."""
         # 4x1 on micro-batches of 4 becomes 2x2 and 1x4 of the nearest sizes that these divide: the same ranks, so that
         # no other stage has to change.
-        degrees, num_ranks = self.rules.degrees, draft.degree * draft.tensor
-        for tensor in self.chooser.tensor_sizes(mask):
-            if tensor != draft.tensor and num_ranks % tensor == 0 and num_ranks // tensor in degrees:
-                sizes = self.chooser.sizes(mask, num_ranks // tensor)
+        degrees = self.rules.degrees
+        for grid in self.chooser.grids(mask):
+            degree, rest = divmod(draft.num_ranks, grid.size)
+            if grid != draft.grid and rest == 0 and degree in degrees:
+                sizes = self.chooser.sizes(mask, degree)
                 if sizes:
-                    resized = _resized(draft, num_ranks // tensor, sizes)
-                    yield dataclasses.replace(resized, tensor=tensor)
+                    yield dataclasses.replace(
+                        _resized(draft, degree, sizes), tensor=grid.tensor, context=grid.context
+                    )
 
     def _moved_ranks(self, masks: Sequence[Mask], drafts: list[StageDraft]) -> Iterator[list[StageDraft]]:
         degrees = self.rules.degrees
         for (i, giver), (j, taker) in itertools.permutations(enumerate(drafts), 2):
             for less in degrees:
                 # a giver of 2x2 that gives one row frees 2 ranks: a taker of 1x2 gets one row more, one of 1x4 none
-                more, rest = divmod((giver.degree - less) * giver.tensor, taker.tensor)
+                more, rest = divmod((giver.degree - less) * giver.grid.size, taker.grid.size)
                 more += taker.degree
                 if less >= giver.degree or rest or more not in degrees:
                     continue
@@ -511,20 +513,21 @@ class Refiner:
         return reshape(self.sets, masks, count, self._weight())
 
     def shared_out(self, count: int) -> Iterator[list[Mask]]:
-        """Yield partitions into ``count`` stages along the lines of blocks that have tensor sizes of their own."""
+        """Yield partitions into ``count`` stages along the lines of blocks that have grids of their own."""
         # embed (2) -> merge -> layers (2), and tower -> merge, where only embed and layers have a size: with merge
         # beside the tower, embed is a stage for itself; with merge beside embed and layers, between which it lies, not.
-        sizes, sets = self.chooser.tensor_sizes, self.sets
-        classes: dict[tuple[int, ...], Mask] = {}
+        sizes, sets = self.chooser.grids, self.sets
+        free = (ALONE,)
+        classes: dict[tuple[ModelGrid, ...], Mask] = {}
         for block in range(len(sets.names)):
             own = tuple(sizes(1 << block))
             classes[own] = classes.get(own, 0) | 1 << block
         filled = dict(classes)
         for own, mask in classes.items():
-            inner = sets.between(mask) & filled.get((1,), 0) if own != (1,) else 0
+            inner = sets.between(mask) & filled.get(free, 0) if own != free else 0
             if inner and sizes(mask | inner):
                 filled[own] |= inner
-                filled[1,] &= ~inner
+                filled[free] &= ~inner
         for each in [classes] if filled == classes else [classes, filled]:
             parts = [part for mask in each.values() for part in sets.parts(mask)]
             if len(parts) <= MAX_DISTINCT_PARTS and sets.is_acyclic(parts):

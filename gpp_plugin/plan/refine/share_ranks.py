@@ -85,10 +85,10 @@ def share_ranks(plan: PipelinePlan, request: PlanRequest, *, schedule: str = "au
     """
     if not request.may_share_ranks or plan.shares_ranks:
         return _with_idle_ranks(plan)
-    if any(stage.tensor > 1 for stage in plan.stages) or request.tensor_parallel not in (1, None):
+    if any(stage.model_parallel > 1 for stage in plan.stages) or request.has_grids:
         note = "ranks hold one stage each: those with tensor ranks share none"
         return dataclasses.replace(plan, notes=(*plan.notes, note))
-    request = dataclasses.replace(request, tensor_parallel=1)
+    request = dataclasses.replace(request, tensor_parallel=1, sequence_parallel=1)
     if plan.planner == STOCK:
         raise PlanInfeasible(
             f"planner {STOCK!r} makes stages for DeepSpeed's own PipelineEngine, which holds one a rank; use another "

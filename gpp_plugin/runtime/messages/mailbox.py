@@ -271,7 +271,7 @@ class LocalTransfers:
 
 
 class _Taken:
-    """What completes a local transfer that a program leaves to a later one: it is there."""
+    """What completes a local transfer that a program leaves to a later one, and a message of nothing: it is there."""
 
     def wait(self) -> None:
         """Do nothing."""
@@ -282,6 +282,11 @@ class _Taken:
 
 
 _TAKEN = _Taken()
+
+
+def _post_nothing(tensors: Sequence[Tensor]) -> Pending:
+    """Stand for a message without tensors, as of parts that are empty: no transport gets it."""
+    return _TAKEN
 
 
 class Mailbox:
@@ -330,6 +335,8 @@ class Mailbox:
             early = transport.buffers_ahead
             self._bound = [
                 transport.bind_receive(received[n][0], received[n][1], names[received[n][0].edge])
+                if received[n][1]
+                else _post_nothing
                 for n in self._travelling
             ]
         shapes = [[(payload.shape, payload.dtype) for payload in received[n][1]] for n in self._travelling]
@@ -427,7 +434,10 @@ class Mailbox:
             return lay
         transport = self._transport
         assert transport is not None, "a program with messages needs a transport"
-        post = transport.bind_send(message, [entry.payload for entry in entries], self._names[message.edge])
+        post: Post = _post_nothing
+        if entries:
+            payloads = [entry.payload for entry in entries]
+            post = transport.bind_send(message, payloads, self._names[message.edge])
         # What may be posted early is posted before the first message of either kind: a rank that begins with sends
         # would else keep senders waiting that answer them.
         mark = self._marks[0] if transport.prepost_depth and self._marks else 0
@@ -445,8 +455,7 @@ class Mailbox:
             if not self._is_trained:
                 self._sends_of[message.src_micro_batch].append(pending)
             if self._recorder.is_on:
-                payloads = [entry.payload for entry in entries]
-                self._recorder.note_message(EventKind.SEND, message, start, payloads)
+                self._recorder.note_message(EventKind.SEND, message, start, [e.payload for e in entries])
             for slot in drops:
                 del made[slot]
             self._reap_sends()
@@ -541,8 +550,8 @@ class Mailbox:
     def hand_over(self, carry: Carry) -> None:
         """Leave what was received for later programs, and what has not been sent yet."""
         is_read = {number for reads in self._routes.reads.values() for number in reads.waits}
-        for number, (message, payloads) in enumerate(self._routes.receives):
-            if payloads and number not in is_read:
+        for number, (message, _) in enumerate(self._routes.receives):
+            if self.inbox[number] and number not in is_read:
                 carry.received[message] = self.inbox[number], self._receives[number]
         carry.sends.extend(self._sends)
         carry.sent_bytes.extend(self._sent_bytes)

@@ -1,4 +1,4 @@
-"""Refuses task orders that are not whole (missing, repeated or held too long), and ranks in several model rows."""
+"""Refuses task orders that are not whole (missing, repeated, held too long), and grids and sizes that do not fit."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from gpp_plugin.errors import PlanError, ScheduleError
-from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.program import Instruction, InstructionKind, Message, RankProgram
 from gpp_plugin.ir.schedule import StageSchedule, Task, TaskKind
 from gpp_plugin.schedule.task_graph import format_grid
@@ -120,6 +120,43 @@ def model_rows(plan: PipelinePlan) -> dict[int, tuple[int, ...]]:
         for row in map(stage.model_ranks, range(stage.degree))
         for rank in row
     }
+
+
+def check_divisibility(plan: PipelinePlan, index: int) -> None:
+    """Refuse a stage whose micro-batches or ranks do not divide evenly.
+
+    Raises:
+        PlanError: says which number does not divide which.
+    """
+    stage = plan.stages[index]
+    if stage.micro_batch_size < 1 or plan.mini_batch % stage.micro_batch_size:
+        raise PlanError(
+            f"stage {stage.name!r}: micro-batches of {stage.micro_batch_size} samples do not divide the "
+            f"mini-batch of {plan.mini_batch}; choose a divisor"
+        )
+    check_grid(stage)
+    if not stage.ranks or stage.micro_batch_size % stage.degree:
+        raise PlanError(
+            f"stage {stage.name!r}: {stage.degree} ranks do not divide a micro-batch of "
+            f"{stage.micro_batch_size} samples; choose a multiple"
+        )
+
+
+def check_grid(stage: Stage) -> None:
+    """Refuse context and tensor sizes that do not divide a stage's ranks.
+
+    Raises:
+        PlanError: names the sizes.
+    """
+    if min(stage.context, stage.tensor) >= 1 and len(stage.ranks) % stage.model_parallel == 0:
+        return
+    sizes = f"a tensor size of {stage.tensor} does"
+    if stage.context != 1:
+        sizes = f"a context size of {stage.context} and a tensor size of {stage.tensor} do"
+    raise PlanError(
+        f"stage {stage.name!r}: {sizes} not divide its {len(stage.ranks)} ranks; give it as many ranks as data x "
+        "context x tensor"
+    )
 
 
 GRADIENT_KINDS = (TaskKind.BACKWARD, TaskKind.INPUT_GRADIENT)

@@ -50,6 +50,13 @@ ALL_CASES = {
     "t5, two stages": _case(
         "t5", 4, plan_of((["encoder"], [0, 1], 2), (["*"], [2, 3], 2)), clipping=CLIPPING, memory=FULL
     ),
+    "gpt2, two tensor ranks": _case(
+        "gpt2",
+        4,
+        {"stages": 1, "data_parallel": 1, "tensor_parallel": 2, "sequence_parallel": 2},
+        zero=1,
+        clipping=CLIPPING,
+    ),
     "clip, two stages of unlike sizes": _case(
         "clip", 4, plan_of((["vision_model"], [0], 1), (["text_model"], [1, 2], 2), (["*"], [3], 1))
     ),

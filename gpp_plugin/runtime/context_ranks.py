@@ -45,7 +45,7 @@ from gpp_plugin.capture.find_regions import sizes_of_part
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart
+from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart, ShardedRegion
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.runtime.tensor_ranks import (
     EXCHANGED,
@@ -141,9 +141,9 @@ def own(ranks: TensorRanks, axis: int) -> TensorOperator:
 def gathered(ranks: TensorRanks, axis: int) -> TensorOperator:
     """Return what makes a whole of the ranks' parts of a length."""
 
-    def gather(part: Tensor, length: int, samples: int | None) -> Tensor:
+    def gather(part: Tensor, length: int | None, samples: int | None) -> Tensor:
         at, tensor = _apart(part, axis, samples)
-        whole: Tensor = _Gathered.apply(tensor, ranks, at, length)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gathered.apply(tensor, ranks, at, _length(part, ranks, axis, length))  # type: ignore[no-untyped-call]
         return whole if samples is None else whole.flatten(axis, at)
 
     return TensorOperator("context_gathered", gather)
@@ -152,8 +152,8 @@ def gathered(ranks: TensorRanks, axis: int) -> TensorOperator:
 def exchanged(ranks: TensorRanks, axes: tuple[int, int]) -> TensorOperator:
     """Return what changes the axis along which a tensor is cut, from the first one, of a length, to the second."""
 
-    def exchange(part: Tensor, length: int) -> Tensor:
-        found: Tensor = _Exchanged.apply(part, ranks, axes, length)  # type: ignore[no-untyped-call]
+    def exchange(part: Tensor, length: int | None) -> Tensor:
+        found: Tensor = _Exchanged.apply(part, ranks, axes, _length(part, ranks, axes[0], length))  # type: ignore[no-untyped-call]
         return found
 
     return TensorOperator("context_exchanged", exchange)
@@ -200,6 +200,11 @@ def averaged(call: Callable[..., Tensor], ranks: TensorRanks) -> TensorOperator:
     return TensorOperator("context_averaged", average, around=lambda other: averaged(other, ranks))
 
 
+def _length(part: Tensor, ranks: TensorRanks, axis: int, length: int | None) -> int:
+    """Return the length of the whole along an axis; None: of heads, of which tensor ranks may have a part each."""
+    return part.shape[axis] * ranks.size if length is None else length
+
+
 def _apart(tensor: Tensor, axis: int, samples: int | None) -> tuple[int, Tensor]:
     """Return the axis of positions, and a tensor that has one: of [10, 8] of 2 samples, 1 and [2, 5, 8]."""
     return (axis, tensor) if samples is None else (axis + 1, tensor.unflatten(axis, (samples, -1)))
@@ -231,6 +236,11 @@ class _Held:
         """Return what alike tensors have in common; their lengths may be symbols, which nothing must ask for."""
         return self.axis, self.samples is None
 
+    @property
+    def given_length(self) -> Any:
+        """Return the length as an argument of what changes it."""
+        return None if self.is_heads else argument_of(self.length)
+
     def size(self, ranks: TensorRanks) -> Any:
         """Return the size of a rank's part along the axis."""
         own = ranks.positions(self.length)[1]
@@ -246,6 +256,8 @@ def cut_graph(
     outputs: Sequence[str] = (),
     arriving: Mapping[str, int] | None = None,
     leaving: Mapping[str, int] | None = None,
+    regions: Sequence[ShardedRegion] = (),
+    tensor: int = 1,
 ) -> tuple[CapturedGraph, dict[str, str], tuple[str, ...]]:
     """Return a capture whose operators compute on this rank's parts, what was put in, and what outputs are called.
 
@@ -257,11 +269,12 @@ def cut_graph(
         outputs: operators whose results leave the stage.
         arriving: what other stages make and is received in parts -> the axis of positions.
         leaving: the outputs that are handed on in parts -> the axis of positions.
+        regions: what ``tensor`` ranks of these positions share out of the result.
 
     Raises:
         CaptureError: an operator's sizes are not what they were when its heads were found.
     """
-    writer = _Writer(captured, parts, ranks, frozenset(own), arriving or {})
+    writer = _Writer(captured, parts, ranks, frozenset(own), arriving or {}, regions, tensor)
     graph = writer.write()
     names = tuple(writer.output(name, leaving or {}) for name in outputs)
     # operators that stages make for themselves are found by what is read, so those that were put in among them too
@@ -303,6 +316,8 @@ class _Writer:
         ranks: TensorRanks,
         own: frozenset[str],
         arriving: Mapping[str, int],
+        regions: Sequence[ShardedRegion],
+        tensor: int,
     ) -> None:
         self._captured, self._ranks, self.own = captured, ranks, own
         self._computed = captured.replicated_closure(own)
@@ -319,6 +334,9 @@ class _Writer:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._held: dict[fx.Node, _Held] = {}
         self._forms: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self._tensor = tensor
+        self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
+        self._sliced = {(i, shard.name) for i, region in enumerate(regions) for shard in region.sliced}
         self.added: dict[str, str] = {}
 
     def write(self) -> fx.Graph:
@@ -463,7 +481,10 @@ class _Writer:
         if part is None or cut is None:
             return None, 1
         groups = next((part.groups[n] for n in names if n in part.groups), None)
-        times = 1 if groups is None else self._ranks.size // math.gcd(self._ranks.size, groups)
+        times = 1
+        if part is not None and groups is not None:
+            groups //= self._tensor if part.name in self._region_of else 1
+            times = self._ranks.size // math.gcd(self._ranks.size, groups)
         length, held = source.meta["val"].shape[cut.axis], self._held.get(source)
         if cut.kind != ROWS:
             if held is not None and held.key == (cut.axis, True):
@@ -512,10 +533,16 @@ class _Writer:
             return self._copies[source]
         if is_alike and times == 1:
             return self._here(source, reader)
-        key = source, None if wanted is None else (*wanted.key, times)
+        is_sliced = wanted is not None and wanted.is_heads and self._is_sliced(source, reader)
+        key = source, None if wanted is None else (*wanted.key, times, is_sliced)
         if key not in self._forms:
-            self._forms[key] = self._changed(source, held, wanted, times, reader)
+            self._forms[key] = self._changed(source, (held, wanted), times, reader, is_sliced=is_sliced)
         return self._forms[key]
+
+    def _is_sliced(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Return whether each tensor rank takes its part of a tensor that all of them have."""
+        name = self._names.get(source.name, source.name)
+        return (self._region_of.get(reader.name), name) in self._sliced
 
     def _here(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a tensor as it is held."""
@@ -531,8 +558,15 @@ class _Writer:
         return self._forms[key]
 
     def _changed(
-        self, source: fx.Node, held: _Held | None, wanted: _Held | None, times: int, reader: fx.Node
+        self,
+        source: fx.Node,
+        change: tuple[_Held | None, _Held | None],
+        times: int,
+        reader: fx.Node,
+        *,
+        is_sliced: bool,
     ) -> fx.Node:
+        held, wanted = change
         copy, base = self._here(source, reader), f"context_{source.name}"
         value: Tensor = copy.meta["val"]
         whole = list(source.meta["val"].shape)
@@ -551,18 +585,23 @@ class _Writer:
         if held is not None and wanted is not None and held.axis != wanted.axis:
             if held.samples is None and wanted.samples is None:
                 made = exchanged(self._ranks, (held.axis, wanted.axis))
-                args = (copy, argument_of(held.length))
+                args = (copy, held.given_length)
                 return put_in(made, args, f"exchanged_{wanted.axis}", wanted)
         if held is not None:
             key = source, None if times == 1 else ("whole", times)
             if key not in self._forms:
-                given = (copy, argument_of(held.length), argument_of(held.samples))
+                given = (copy, held.given_length, argument_of(held.samples))
                 self._forms[key] = put_in(gathered(self._ranks, held.axis), given, "whole", None)
             copy = self._forms[key]
         if wanted is None:
             return copy
         suffix = f"{'own' if wanted.samples is None else 'rows'}_{wanted.axis}"
-        args = (copy, argument_of(wanted.samples))
+        # of 8 heads on 2 x 2 ranks, tensor rank 1 has 4 to 7, and the first context rank 4 and 5 of them: of all heads
+        # it takes 0 and 1, 4 and 5, of which the tensor rank then has its half
+        samples = self._tensor if is_sliced else argument_of(wanted.samples)
+        args = (copy, samples)
+        if is_sliced:
+            suffix += f"_of_{self._tensor}"
         return put_in(own(self._ranks, wanted.axis), args, suffix, wanted)
 
 

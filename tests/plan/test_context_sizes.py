@@ -215,7 +215,10 @@ def test_stages_of_unlike_context_sizes_share_a_plan() -> None:
     [
         (3, r"sequence_parallel: 3 does not divide the query heads of block 'layers.0'; give 1, 2, 4, 8"),
         (32, "sequence_parallel: 32 is more than the 16 ranks there are; give 1 to 16"),
-        (8, r"sequence_parallel: 8 is more than the 6 positions of 'layers.0:out'; give 1 to 6, or longer texts"),
+        (
+            8,
+            r"sequence_parallel: 8 is more than the 6 positions of 'layers.0:out'; give 1 to 6, or longer texts",
+        ),
         ({"layer.0": 2}, r"no module 'layer.0' in the model; the nearest are layers.0"),
         ({"layers.0": 3}, r"sequence_parallel.layers.0: 3 does not divide the query heads"),
     ],

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,7 +219,8 @@ class _Held:
 
     Args:
         axis: which is cut; ``length`` of it, of the whole tensor; of rows the length of one sample.
-        samples: of rows, how many there are one behind the other; None: no rows.
+        samples: of rows, how many there are one behind the other; None: no rows. Of heads of which tensor ranks take
+            theirs, how many ranks these are.
         times: of groups of keys or values, how often each is there, until they are repeated for the heads that share
             them; ``repeats`` is the axis along which they are then.
     """
@@ -239,7 +240,7 @@ class _Held:
     @property
     def given_length(self) -> Any:
         """Return the length as an argument of what changes it."""
-        return None if self.is_heads else argument_of(self.length)
+        return None if self.is_heads and self.samples is None else argument_of(self.length)
 
     def size(self, ranks: TensorRanks) -> Any:
         """Return the size of a rank's part along the axis."""
@@ -337,6 +338,7 @@ class _Writer:
         self._tensor = tensor
         self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
         self._sliced = {(i, shard.name) for i, region in enumerate(regions) for shard in region.sliced}
+        self._made_for_slices = frozenset(self._making_slices())
         self.added: dict[str, str] = {}
 
     def write(self) -> fx.Graph:
@@ -379,7 +381,7 @@ class _Writer:
                 self._hold(node, copy, held)
             return copy
         samples = self._samples(sources)
-        wanted = {source: self._wanted(part, source, samples) for source in sources}
+        wanted = {source: self._wanted(part, source, samples, node) for source in sources}
 
         def operand(source: fx.Node) -> fx.Node:
             held, times = wanted[source]
@@ -435,6 +437,8 @@ class _Writer:
     def _result(self, node: fx.Node, cut: ContextCut, read: Mapping[fx.Node, _Held]) -> _Held:
         shape = _tensors(node)[0].shape
         if cut.kind != ROWS:
+            if node.name in self._made_for_slices:
+                return self._of_slices(cut.axis, shape[cut.axis])
             return _Held(cut.axis, shape[cut.axis], is_heads=cut.kind == HEADS)
         # rows of rows; or [2, 5, 8] with its positions along axis 1 becomes [10, 8], rows along axis 0
         rows = next((held for held in read.values() if held.samples is not None), None)
@@ -443,6 +447,9 @@ class _Writer:
         source, held = next(iter(read.items()))
         before = source.meta["val"].shape
         return _Held(cut.axis, held.length, math.prod(before[cut.axis : held.axis]))
+
+    def _of_slices(self, axis: int, heads: Any) -> _Held:
+        return _Held(axis, heads // self._tensor, self._tensor, is_heads=True)
 
     def _repeating(self, node: fx.Node, held: _Held, times: int, read: Sequence[_Held]) -> _Held:
         """Return how groups are held that have been repeated for the exchange, on their way to the heads."""
@@ -458,7 +465,7 @@ class _Writer:
 
     def _samples(self, sources: Sequence[fx.Node]) -> Any:
         """Return how many samples lie one behind the other in the rows that an operator reads."""
-        known = [self._held[source] for source in sources if source in self._held]
+        known = [held for source in sources if (held := self._held.get(source)) and not held.is_heads]
         found = next((held.samples for held in known if held.samples is not None), None)
         if found is not None:
             return found
@@ -474,7 +481,9 @@ class _Writer:
                 node = operand
         return None
 
-    def _wanted(self, part: ContextPart | None, source: fx.Node, samples: Any) -> tuple[_Held | None, int]:
+    def _wanted(
+        self, part: ContextPart | None, source: fx.Node, samples: Any, reader: fx.Node
+    ) -> tuple[_Held | None, int]:
         """Return how an operator reads another's result, and how often each of its heads is repeated."""
         names = (self._names.get(source.name, source.name), source.name)
         cut = None if part is None else next((part.operands[n] for n in names if n in part.operands), None)
@@ -489,6 +498,8 @@ class _Writer:
         if cut.kind != ROWS:
             if held is not None and held.key == (cut.axis, True):
                 return held, 1
+            if cut.kind == HEADS and self._is_sliced(source, reader):
+                return self._of_slices(cut.axis, length), 1
             return _Held(cut.axis, length * times, is_heads=cut.kind == HEADS, times=times), times
         if held is not None and held.samples is not None:
             return held, 1
@@ -533,16 +544,33 @@ class _Writer:
             return self._copies[source]
         if is_alike and times == 1:
             return self._here(source, reader)
-        is_sliced = wanted is not None and wanted.is_heads and self._is_sliced(source, reader)
-        key = source, None if wanted is None else (*wanted.key, times, is_sliced)
+        key = source, None if wanted is None else (*wanted.key, times)
         if key not in self._forms:
-            self._forms[key] = self._changed(source, (held, wanted), times, reader, is_sliced=is_sliced)
+            self._forms[key] = self._changed(source, held, wanted, times, reader)
         return self._forms[key]
 
     def _is_sliced(self, source: fx.Node, reader: fx.Node) -> bool:
-        """Return whether each tensor rank takes its part of a tensor that all of them have."""
+        """Return whether each tensor rank takes its heads of what an operator reads, or of what it makes of it."""
+        # of 8 heads on 2 x 2 ranks, tensor rank 1 has 4 to 7, and the first context rank 4 and 5 of them: of all heads
+        # it has 0 and 1, 4 and 5, of which the tensor rank then takes its half
         name = self._names.get(source.name, source.name)
-        return (self._region_of.get(reader.name), name) in self._sliced
+        is_read = (self._region_of.get(reader.name), name) in self._sliced
+        return is_read or reader.name in self._made_for_slices
+
+    def _making_slices(self) -> Iterator[str]:
+        """Yield the operators outside of regions that make heads of which tensor ranks take theirs, the last first."""
+        found = set[str]()
+        for node in reversed(self._captured.graph.nodes):
+            part = self._parts.get(node.name)
+            is_by_heads = part is not None and part.result is not None and part.result.kind == HEADS
+            if is_by_heads and node.name not in self._region_of:
+                readers = [user.name for user in node.users if user.name in self._computed]
+                if any(
+                    (self._region_of.get(name), node.name) in self._sliced or name in found
+                    for name in readers
+                ):
+                    found.add(node.name)
+                    yield node.name
 
     def _here(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a tensor as it is held."""
@@ -558,15 +586,8 @@ class _Writer:
         return self._forms[key]
 
     def _changed(
-        self,
-        source: fx.Node,
-        change: tuple[_Held | None, _Held | None],
-        times: int,
-        reader: fx.Node,
-        *,
-        is_sliced: bool,
+        self, source: fx.Node, held: _Held | None, wanted: _Held | None, times: int, reader: fx.Node
     ) -> fx.Node:
-        held, wanted = change
         copy, base = self._here(source, reader), f"context_{source.name}"
         value: Tensor = copy.meta["val"]
         whole = list(source.meta["val"].shape)
@@ -596,12 +617,7 @@ class _Writer:
         if wanted is None:
             return copy
         suffix = f"{'own' if wanted.samples is None else 'rows'}_{wanted.axis}"
-        # of 8 heads on 2 x 2 ranks, tensor rank 1 has 4 to 7, and the first context rank 4 and 5 of them: of all heads
-        # it takes 0 and 1, 4 and 5, of which the tensor rank then has its half
-        samples = self._tensor if is_sliced else argument_of(wanted.samples)
-        args = (copy, samples)
-        if is_sliced:
-            suffix += f"_of_{self._tensor}"
+        args = (copy, argument_of(wanted.samples))
         return put_in(own(self._ranks, wanted.axis), args, suffix, wanted)
 
 

@@ -147,7 +147,12 @@ def parts_by_block(graph: BlockGraph, grid: ModelGrid) -> dict[str, Parts]:
                 saved=part(shards.saved_share, tensor),
             )
         if (each := cut.get(block.name)) is not None:
-            copies = (copies_of(each, grid) - 1) * each.group_bytes / grid.context / max(block.saved_bytes, 1)
+            copies = (
+                (copies_of(each, grid.context) - 1)
+                * each.group_bytes
+                / grid.context
+                / max(block.saved_bytes, 1)
+            )
             own = dataclasses.replace(
                 own,
                 flops=own.flops * part(each.flop_share, grid.context),
@@ -158,17 +163,16 @@ def parts_by_block(graph: BlockGraph, grid: ModelGrid) -> dict[str, Parts]:
     return found
 
 
-def copies_of(cut: BlockSharding, grid: ModelGrid) -> int:
-    """Return how many of a grid's context ranks read each group of keys and values; 1 where these divide its groups.
+def copies_of(cut: BlockSharding, context: int) -> int:
+    """Return how many context ranks read each group of keys and values; 1 where their number divides the groups.
 
     >>> names = ("flop_share", "saved_share", "parameter_bytes", "trainable_bytes", "forward_sums", "backward_sums")
     >>> nothing = dict.fromkeys((*names, "forward_sum_bytes", "backward_sum_bytes"), 0)
     >>> layer = BlockSharding(block="layer", degrees=(2, 4, 8), groups=4, **nothing)
-    >>> [copies_of(layer, ModelGrid(context, tensor)) for context, tensor in ((2, 1), (8, 1), (4, 2))]
-    [1, 2, 2]
+    >>> [copies_of(layer, context) for context in (2, 8)]
+    [1, 2]
     """
-    groups = cut.groups // grid.tensor if cut.groups % grid.tensor == 0 else cut.groups
-    return grid.context // math.gcd(grid.context, groups) if cut.groups else 1
+    return context // math.gcd(context, cut.groups) if cut.groups else 1
 
 
 WHOLE = Parts()
@@ -286,7 +290,7 @@ def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) ->
         if own is None:
             continue
         heads = grid.tensor if block.name in sharded else 1
-        more = (copies_of(own, grid) - 1) * own.group_bytes
+        more = (copies_of(own, grid.context) - 1) * own.group_bytes
         for line, (of_sum, summed) in enumerate(price.all_reduce.lines):
             found[line, :, i] = (
                 own.forward_sums * of_sum

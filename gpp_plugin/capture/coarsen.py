@@ -21,9 +21,9 @@ from dataclasses import dataclass
 import networkx as nx
 
 from gpp_plugin.capture.captured_graph import CapturedGraph, with_replicated
-from gpp_plugin.capture.find_context import block_contexts, why_uncut
+from gpp_plugin.capture.find_context import block_contexts
 from gpp_plugin.capture.layouts import ordered_units
-from gpp_plugin.ir.analysis import Analysis, block_shardings, position_axes, why_undivided
+from gpp_plugin.ir.analysis import Analysis, block_shardings, position_axes, why_uncut, why_undivided
 from gpp_plugin.ir.block_graph import (
     GRANULARITIES,
     Block,

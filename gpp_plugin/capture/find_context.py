@@ -18,7 +18,7 @@ Tests: tests/capture/test_context.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,12 @@ from gpp_plugin.capture.axis_rules import (
 )
 from gpp_plugin.capture.find_regions import as_linear
 from gpp_plugin.capture.layout_rules import Rows, State, Whole
-from gpp_plugin.capture.tracing.clean import module_path, written_arguments, written_storages
+from gpp_plugin.capture.tracing.clean import (
+    module_path,
+    updates_alone,
+    written_arguments,
+    written_for_others,
+)
 from gpp_plugin.ir.analysis import (
     HEADS,
     MAX_DEGREE,
@@ -174,7 +179,7 @@ class _Search:
         num_samples: int,
     ) -> None:
         self.graph, self.parameters, self.layouts = graph, parameters, layouts
-        self.num_samples, self.written = num_samples, written_storages(graph)
+        self.num_samples, self.written = num_samples, written_for_others(graph)
         known = ((node, _linear_operand(node, parameters)) for node in graph.nodes)
         self.linears = {node: operand for node, operand in known if operand is not None}
         self.parts: dict[fx.Node, _Part] = {}
@@ -198,7 +203,7 @@ class _Search:
         return (
             node.op == "call_function"
             and node not in self.written
-            and not written_arguments(node)
+            and (not written_arguments(node) or updates_alone(node))
             and (not is_drawn or node.target in _DROPS)
         )
 
@@ -402,10 +407,12 @@ class _Search:
             raise NotSharded("makes parts of unlike axes")
         (result,) = results
         sizes = {size for cut in known.values() for size in cut.parts}
-        if set(result.parts) != sizes or (is_heads and len(result.parts) > 1):
-            raise NotSharded("changes the sizes of what is cut")
         read = {each: known[each] for each in node.all_input_nodes if each in known}
         read |= {each: _Cut(is_heads, cut.axis, cut.parts) for each, cut in reads.sliced.items()}
+        if any(read.get(each) != self._state(each) for each in written_arguments(node)):
+            raise NotSharded("writes into its operand, which is held otherwise")
+        if set(result.parts) != sizes or (is_heads and len(result.parts) > 1):
+            raise NotSharded("changes the sizes of what is cut")
         self.parts[node] = _Part(result=result, operands=read, heads=result.parts[0] if is_heads else 0)
         if node.target is aten.cross_entropy_loss.default:
             kind = argument(node, 3, "reduction", 1)
@@ -674,10 +681,3 @@ class _ContextCosts:
     def _storage(self, name: str) -> str:
         node = self.nodes.get(name)
         return name if node is None else node.storage or name
-
-
-def why_uncut(sharding: Sharding, blocks: Iterable[Block]) -> dict[str, str]:
-    """Return block -> why context ranks do not divide it, of those of these with linear operators or attention."""
-    whole = {each.name: each.reason for each in sharding.uncut}
-    found = {block.name: next((whole[name] for name in block.nodes if name in whole), "") for block in blocks}
-    return {name: reason for name, reason in found.items() if reason}

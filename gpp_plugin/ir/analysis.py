@@ -410,6 +410,13 @@ def why_undivided(sharding: Sharding, blocks: Iterable[Block], granularity: str)
     return found
 
 
+def why_uncut(sharding: Sharding, blocks: Iterable[Block]) -> dict[str, str]:
+    """Return block -> why context ranks do not divide it, of those of these with linear operators or attention."""
+    whole = {each.name: each.reason for each in sharding.uncut}
+    found = {block.name: next((whole[name] for name in block.nodes if name in whole), "") for block in blocks}
+    return {name: reason for name, reason in found.items() if reason}
+
+
 def regions_of_stage(
     graph: BlockGraph, regions: Sequence[ShardedRegion], plan: PipelinePlan, index: int
 ) -> tuple[ShardedRegion, ...]:

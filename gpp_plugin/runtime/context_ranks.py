@@ -374,10 +374,11 @@ class _Writer:
         if part.result is None:
             made: Any = {"sum": summed, "mean": averaged}[part.sums]
             return self._call(node, made(node.target, self._ranks), args, kwargs)
-        held = self._result(node, part.result, sources)
-        times = max((how.times for how, _ in wanted.values() if how is not None), default=1)
+        read = {source: how for source, (how, _) in wanted.items() if how is not None}
+        held = self._result(node, part.result, read)
+        times = max(how.times for how in read.values())
         if times > 1:
-            held = self._repeating(node, held, times, [how for how, _ in wanted.values() if how is not None])
+            held = self._repeating(node, held, times, list(read.values()))
         shapes = [self._own_shape(value, held) for value in _tensors(node)]
         args = self._own_sizes(node, args, part.result, shapes)
         if times > 1 and node.target is aten.repeat_interleave.self_int:
@@ -413,17 +414,16 @@ class _Writer:
             shape[held.repeats] //= held.times
         return shape
 
-    def _result(self, node: fx.Node, cut: ContextCut, sources: Sequence[fx.Node]) -> _Held:
+    def _result(self, node: fx.Node, cut: ContextCut, read: Mapping[fx.Node, _Held]) -> _Held:
         shape = _tensors(node)[0].shape
         if cut.kind != ROWS:
             return _Held(cut.axis, shape[cut.axis], is_heads=cut.kind == HEADS)
         # rows of rows; or [2, 5, 8] with its positions along axis 1 becomes [10, 8], rows along axis 0
-        known = [self._held[source] for source in sources if source in self._held]
-        rows = next((held for held in known if held.samples is not None), None)
+        rows = next((held for held in read.values() if held.samples is not None), None)
         if rows is not None:
             return _Held(cut.axis, rows.length, rows.samples)
-        source = next(each for each in sources if each in self._held)
-        held, before = self._held[source], source.meta["val"].shape
+        source, held = next(iter(read.items()))
+        before = source.meta["val"].shape
         return _Held(cut.axis, held.length, math.prod(before[cut.axis : held.axis]))
 
     def _repeating(self, node: fx.Node, held: _Held, times: int, read: Sequence[_Held]) -> _Held:

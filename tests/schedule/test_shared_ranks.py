@@ -258,7 +258,7 @@ def test_refusals():
     plan = with_all(on_ranks(chain_plan(2, 4), (0, 1), (1, 2)), micro_batch_size=2, tensor=2)
     plan = dataclasses.replace(plan, mini_batch=8)
     with pytest.raises(
-        PlanError, match=r"share rank 1, but run their tasks on its tensor ranks \[0, 1\] and \[1, 2\]"
+        PlanError, match=r"share rank 1, but run their tasks together on ranks \[0, 1\] and \[1, 2\]"
     ):
         build_schedules(plan)
     short = on_ranks(simple_plan([1, 2], [(0, 1)], mini_batch=4), 0, 0).with_each(in_flight=(1, 1))

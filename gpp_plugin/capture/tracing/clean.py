@@ -342,6 +342,35 @@ def written_storages(graph: fx.Graph) -> set[fx.Node]:
     return written
 
 
+def updates_alone(node: fx.Node) -> bool:
+    """Return whether an operator writes into a fresh result that none but it reads from then on, as ``x += y`` does."""
+    # x = linear(a, w), n = norm(x), x.add_(y): as good as a new result
+    written = written_arguments(node)
+    if len(written) != 1 or written[0].op != "call_function" or not may_alias(node):
+        return False
+    (own,) = written
+    maker: Any = own.args[0] if own.target is operator.getitem else own
+    is_last = all(user is node or (user < node and not may_alias(user)) for user in own.users)
+    return is_last and not may_alias(maker)
+
+
+def written_for_others(graph: fx.Graph) -> set[fx.Node]:
+    """Return the nodes of `written_storages` but for those that only `updates_alone` writes into."""
+    written, writers = written_storages(graph), [node for node in graph.nodes if written_arguments(node)]
+    others = {own for node in writers if not updates_alone(node) for own in written_arguments(node)}
+    for node in writers:
+        if not updates_alone(node):
+            continue
+        own = {node, *written_arguments(node)}
+        own |= {each.args[0] for each in own if each.target is operator.getitem}
+        for each in graph.nodes:
+            if may_alias(each) and not own.isdisjoint(each.all_input_nodes):
+                own.add(each)
+        if own.isdisjoint(others):
+            written -= own
+    return written
+
+
 def may_alias(node: fx.Node) -> bool:
     """Return whether an operator may return a view of what it takes, or the thing itself."""
     schema = getattr(node.target, "_schema", None)

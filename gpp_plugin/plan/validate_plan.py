@@ -301,7 +301,8 @@ def _tensor_shares(
         if stage.context in each.degrees:
             more = stage.context // math.gcd(stage.context, each.groups) - 1 if each.groups else 0
             share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
-            share += more * each.group_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
+            more_bytes = more * each.group_bytes + each.twice_bytes
+            share += more_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
             saved[each.block] *= share
     return parameters, trained, saved
 

@@ -13,7 +13,7 @@ from gpp_plugin import api
 from gpp_plugin.commands import plan_command
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
-from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.step_cost import EXCHANGES
@@ -26,43 +26,22 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, grid_rules
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import make_cluster
-from tests.plan.test_tensor_sizes import PARAMETER, divisible, profile_of, request_of
+from tests.plan.test_tensor_sizes import PARAMETER, divisible, profile_of, request_of, with_context
 
 LENGTH = 6
 
 
 def cut(num: int, **changes: Any) -> BlockGraph:
     """Return a chain of blocks that tensor ranks divide, and context ranks but for a tenth; 8 heads, 4 groups."""
-    graph = divisible(num)
-    context = BlockSharding(
-        block="",
-        degrees=(2, 4, 8),
-        flop_share=0.9,
-        parameter_bytes=0,
-        trainable_bytes=0,
-        saved_share=0.75,
-        forward_sums=0,
-        forward_sum_bytes=0,
-        backward_sums=0,
-        backward_sum_bytes=0,
-        forward_exchanges=4,
-        forward_exchange_bytes=8_000,
-        backward_exchanges=4,
-        backward_exchange_bytes=8_000,
-        groups=4,
-        group_bytes=2_000,
-    )
-    context = dataclasses.replace(context, **changes)
-    blocks = tuple(dataclasses.replace(block, saved_bytes=80) for block in graph.blocks)
+    graph = with_context(divisible(num))
     tensors = {
         name: dataclasses.replace(spec, shape=(spec.shape[0], LENGTH, *spec.shape[1:]))
         for name, spec in graph.tensors.items()
     }
     return dataclasses.replace(
         graph,
-        blocks=blocks,
         tensors=tensors,
-        context=tuple(dataclasses.replace(context, block=block.name) for block in blocks),
+        context=tuple(dataclasses.replace(each, **changes) for each in graph.context),
         position_axes=dict.fromkeys(tensors, 1),
     )
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin import api
 from gpp_plugin.commands import plan_command
 from gpp_plugin.config.reader import read_config
@@ -177,6 +178,15 @@ def test_memory_asks_for_context_ranks_where_nothing_else_fits() -> None:
         validate_plan(plan, graph, profile=tight.profile, memory_limit_bytes=2_060)
     with pytest.raises(PlanInfeasible, match="too much|needs"):
         validate_plan(plan, graph, profile=tight.profile, memory_limit_bytes=2_030)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_context_sizes_beside_brute_force(seed: int) -> None:
+    row = check_tensor(seed, has_context=True)
+    assert (row["us"] is None) == (row["best_us"] is None)
+    assert row["us"] is None or row["ratio"] <= 1.05
+    if row["whole_us"] is not None:
+        assert row["us"] <= row["whole_us"] * (1 + 1e-9)
 
 
 def test_stages_of_unlike_context_sizes_share_a_plan() -> None:

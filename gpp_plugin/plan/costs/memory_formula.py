@@ -284,15 +284,18 @@ def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) ->
     # a forward, and 3 / 16 x 32 MB / 450 GB/s = 13.3 us; gathering the same would take 53. At tensor size 2 each rank
     # has half of the heads, and exchanges half of that.
     sharded, cut = sharded_by_block(graph, grid.tensor), cut_by_block(graph, grid.context)
-    found = np.zeros((len(price.all_reduce.lines), 4, len(graph.blocks)))
-    ((of_gather, gathered),), ((of_exchange, exchanged),) = price.gather.lines, price.exchange.lines
+    nothing = ((0.0, 0.0),)  # where numbers of ranks are tried that no link joins
+    sums = price.all_reduce.lines or nothing
+    ((of_gather, gathered),) = price.gather.lines or nothing
+    ((of_exchange, exchanged),) = price.exchange.lines or nothing
+    found = np.zeros((len(sums), 4, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):
         own = cut.get(block.name)
         if own is None:
             continue
         heads = grid.tensor if block.name in sharded else 1
         more = (copies_of(own, grid.context) - 1) * own.group_bytes
-        for line, (of_sum, summed) in enumerate(price.all_reduce.lines):
+        for line, (of_sum, summed) in enumerate(sums):
             found[line, :, i] = (
                 own.forward_sums * of_sum
                 + own.forward_gathers * of_gather

@@ -631,6 +631,7 @@ class _ContextCosts:
             backward_exchange_bytes=sum(self.bytes[name] for name in exchanged),
             groups=math.gcd(*groups.values()),
             group_bytes=sum(self.bytes[name] for name in groups),
+            twice_bytes=self._twice(cut),
             cut_results=tuple(
                 node.name
                 for node in cut
@@ -677,6 +678,23 @@ class _ContextCosts:
         operands = self.parts[node.name].operands
         read = [name for name in node.inputs if maker in (name, self._storage(name))]
         return all(name in operands for name in read) if read else self._held(node.name) is not None
+
+    def _twice(self, cut: Sequence[OpNode]) -> int:
+        """Return the bytes of what operators keep by heads and by positions: a storage counts once a further form."""
+        forms: dict[str, set[ContextCut]] = {}
+        sizes: dict[str, int] = {}
+        for node in cut:
+            for maker, size in node.keeps:
+                part = self.parts[node.name]
+                read = [part.operands.get(name) for name in node.inputs if maker == self._storage(name)]
+                of_kinds = forms.setdefault(maker, set())
+                of_kinds.update(form for form in read or [part.result] if form is not None)
+                sizes[maker] = size
+        return sum(
+            sizes[maker] * (len({form.kind == HEADS for form in found}) - 1)
+            for maker, found in forms.items()
+            if found
+        )
 
     def _storage(self, name: str) -> str:
         node = self.nodes.get(name)

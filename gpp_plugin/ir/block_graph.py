@@ -201,6 +201,8 @@ class BlockSharding:
             (n - 1) / n of its nth part.
         groups: how many groups of keys and values are exchanged, 0 where there are none: more ranks than these
             exchange ``group_bytes`` (of the whole tensors of one task) n / gcd(n, groups) times over.
+        twice_bytes: of what it keeps by heads and by positions, both: attention's result, which the linear operator
+            behind it reads as well. Bytes of the whole tensors, of which each rank has its part once more.
     """
 
     block: str
@@ -227,6 +229,7 @@ class BlockSharding:
     backward_exchange_bytes: int = 0
     groups: int = 0
     group_bytes: int = 0
+    twice_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots, so that it keeps its fingerprint

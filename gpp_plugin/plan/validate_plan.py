@@ -304,7 +304,8 @@ def _tensor_shares(
             of_tensor_rank = each.groups // stage.tensor if each.groups % stage.tensor == 0 else each.groups
             more = stage.context // math.gcd(stage.context, of_tensor_rank) - 1 if each.groups else 0
             share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
-            share += more * each.group_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
+            more_bytes = more * each.group_bytes + each.twice_bytes
+            share += more_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
             saved[each.block] *= share
     return parameters, trained, saved
 

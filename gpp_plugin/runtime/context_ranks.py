@@ -1,7 +1,7 @@
 """A captured graph as one of a stage's context ranks computes it: on its part of the positions of all samples.
 
-Every tensor of the stage is cut (a rank has its positions, rows or heads) or whole (all have the same). Operators run on
-what `ContextPart` says, and what is held otherwise is changed in front of them:
+Every tensor of the stage is cut (a rank has its positions, rows or heads) or whole (all have the same). Operators run
+on what `ContextPart` says. What is held otherwise is changed in front of them:
 
     captured                            rank 0 of 2
     ids [2, 5]                          ids [2, 5]                 a batch is whole
@@ -15,10 +15,10 @@ what `ContextPart` says, and what is held otherwise is changed in front of them:
                                         y = select(g, 1, 0)
     loss = cross_entropy(z, labels)     loss = cross_entropy(z, own(labels)), summed over the ranks
 
-Gradients: of what is cut a rank's gradient is that of its part. Of what is whole, parameters too, it is a summand: those
-of all context ranks together are the gradient. So parameters need nothing but the sum that data-parallel ranks make, and
-only what crosses the border of a stage is made whole there: `entered` sums the gradient of a received tensor, `left`
-takes an equal share of the gradient of what is sent.
+Of what is cut a rank's gradient is that of its part. Of what is whole, parameters too, it is a summand: those of all
+context ranks together are the gradient. So parameters need nothing but the sum that data-parallel ranks make. What
+crosses the border of a stage has its whole gradient there: `entered` sums that of a received tensor, `left` takes an
+equal share of that of what is sent.
 
 Of keys and values with fewer heads than ranks, each head is repeated before it is exchanged.
 
@@ -448,11 +448,12 @@ class _Writer:
         for source in sources:
             node: Any = source
             while isinstance(node, fx.Node) and node.op == "call_function":
+                operand: Any = node.args[0] if node.args else None
                 if node.target in FLATTENS:
-                    before, after = node.args[0].meta["val"].shape, node.meta["val"].shape
+                    before, after = operand.meta["val"].shape, node.meta["val"].shape
                     if len(before) > len(after):
                         return math.prod(before[: len(before) - len(after)])
-                node = node.args[0] if node.args else None
+                node = operand
         return None
 
     def _wanted(self, part: ContextPart | None, source: fx.Node, samples: Any) -> tuple[_Held | None, int]:
@@ -535,39 +536,34 @@ class _Writer:
         copy, base = self._here(source, reader), f"context_{source.name}"
         value: Tensor = copy.meta["val"]
         whole = list(source.meta["val"].shape)
+
+        def put_in(target: Any, args: tuple[Any, ...], suffix: str, how: _Held | None) -> fx.Node:
+            shape = list(whole)
+            if how is not None:
+                shape[how.axis] = how.size(self._ranks)
+            return self._add(target, args, reader, f"{base}_{suffix}", source, value.new_empty(shape))
+
         if times > 1:
             assert wanted is not None
-            shape = list(value.shape)
-            shape[wanted.axis] *= times
             whole[wanted.axis] *= times
-            value, base = value.new_empty(shape), f"{base}_{times}"
-            args = (copy, times, wanted.axis)
-            target = aten.repeat_interleave.self_int
-            copy = self._add(target, args, reader, f"{base}_repeated", source, value)
+            copy = put_in(aten.repeat_interleave.self_int, (copy, times, wanted.axis), f"{times}_times", held)
+            base = f"{base}_{times}"
         if held is not None and wanted is not None and held.axis != wanted.axis:
             if held.samples is None and wanted.samples is None:
-                shape = list(whole)
-                shape[wanted.axis] = wanted.size(self._ranks)
                 made = exchanged(self._ranks, (held.axis, wanted.axis))
-                name = f"{base}_exchanged_{wanted.axis}"
                 args = (copy, argument_of(held.length))
-                return self._add(made, args, reader, name, source, value.new_empty(shape))
+                return put_in(made, args, f"exchanged_{wanted.axis}", wanted)
         if held is not None:
-            made = gathered(self._ranks, held.axis)
-            args = (copy, argument_of(held.length), argument_of(held.samples))
             key = source, None if times == 1 else ("whole", times)
             if key not in self._forms:
-                value = value.new_empty(whole)
-                self._forms[key] = self._add(made, args, reader, f"{base}_whole", source, value)
+                given = (copy, argument_of(held.length), argument_of(held.samples))
+                self._forms[key] = put_in(gathered(self._ranks, held.axis), given, "whole", None)
             copy = self._forms[key]
         if wanted is None:
             return copy
-        shape = list(whole)
-        shape[wanted.axis] = wanted.size(self._ranks)
+        suffix = f"{'own' if wanted.samples is None else 'rows'}_{wanted.axis}"
         args = (copy, argument_of(wanted.samples))
-        suffix = "own" if wanted.samples is None else "rows"
-        name = f"{base}_{suffix}_{wanted.axis}"
-        return self._add(own(self._ranks, wanted.axis), args, reader, name, source, value.new_empty(shape))
+        return put_in(own(self._ranks, wanted.axis), args, suffix, wanted)
 
 
 def _tensors(node: fx.Node) -> list[Tensor]:

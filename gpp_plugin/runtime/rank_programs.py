@@ -288,7 +288,10 @@ def _sized(plan: PipelinePlan, mini_batch: int, *, whole: bool) -> PipelinePlan:
     unit = min(plan.loss_unit, mini_batch)
 
     def single(stage: Stage) -> Stage:
-        return dataclasses.replace(stage, ranks=stage.model_ranks(0), micro_batch_size=unit)
+        # where ranks are idle, weights that all of them hold in parts are gathered before anything runs
+        ranks = stage.model_ranks(0)
+        sharded_bytes = stage.sharded_bytes if ranks == stage.ranks else 0
+        return dataclasses.replace(stage, ranks=ranks, micro_batch_size=unit, sharded_bytes=sharded_bytes)
 
     return dataclasses.replace(
         plan, mini_batch=mini_batch, loss_unit=unit, stages=tuple(single(stage) for stage in plan.stages)

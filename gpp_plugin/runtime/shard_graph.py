@@ -231,11 +231,10 @@ class _Writer:
         target: Any = node.target
         if node.name in self._losses:
             logits: Any = node.args[0]
-            shard = self._results[self._names.get(logits.name, logits.name)]
-            target = cross_entropy(self._ranks, self._first_of(shard))
+            columns = self._results[self._names.get(logits.name, logits.name)]
+            target = cross_entropy(self._ranks, self._first_of(columns))
             if isinstance(node.target, TensorOperator) and node.target.around is not None:
-                target = node.target.around(target)
-            shard = None
+                target = node.target.around(target)  # of the losses of a context rank's positions
         if shard is not None:
             args = sizes_of_part(node, shard.axis, self._ranks.size, args)
         if number is not None:
@@ -383,6 +382,11 @@ class _Writer:
     def _part(
         self, shard: TensorShard, whole: fx.Node, reader: fx.Node, base: str, value: fx.Node
     ) -> fx.Node:
+        # context ranks may have left a part of the heads
+        size = value.meta["val"].shape[shard.axis]
+        if size != sum(shard.parts):
+            parts = tuple(part * size // sum(shard.parts) for part in shard.parts)
+            shard = dataclasses.replace(shard, parts=parts)
         rows = shard.rows(self._ranks.position, self._ranks.size)
         pieces = [
             self._add(

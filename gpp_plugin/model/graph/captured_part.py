@@ -459,19 +459,15 @@ class CapturedPart:
         context = None
         if stage.context > 1:
             context = self._links.of(stage, "context")
-            arriving, leaving = (
-                {
-                    view.local_names.get(name, name): axis
-                    for edge in plan.edges
-                    for end, axis in (ends(edge),)
-                    if end == index and axis is not None
-                    for name in (*edge.batch_tensors, *edge.whole_tensors)
-                }
-                for ends in (
-                    lambda edge: (edge.dst, edge.dst_shard_axis),
-                    lambda edge: (edge.src, edge.src_shard_axis),
-                )
-            )
+            arriving, leaving = dict[str, int](), dict[str, int]()
+            for edge in plan.edges:
+                for known, end, axis in (
+                    (arriving, edge.dst, edge.dst_shard_axis),
+                    (leaving, edge.src, edge.src_shard_axis),
+                ):
+                    if end == index and axis is not None:
+                        crossing = (*edge.batch_tensors, *edge.whole_tensors)
+                        known |= {view.local_names.get(name, name): axis for name in crossing}
             captured, neighbours, outputs = cut_graph(
                 captured,
                 context_of_stage(graph, sharding, plan, index),

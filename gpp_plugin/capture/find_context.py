@@ -322,33 +322,28 @@ class _Search:
                 or math.prod(shape) * wanted.parts[0] != size * shape[axis]
             ):
                 continue
-            first = _Cut(True, axis, (shape[axis],)) if shape[axis] > 1 else None
+            first = _Cut(True, axis, (shape[axis],))
             found = self._repeated(node, first, chain[::-1], wanted.parts[0])
             if found and found[chain[0]].result == wanted:
                 self.parts |= found
                 return
 
     def _repeated(
-        self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node], heads: int
+        self, source: fx.Node, cut: _Cut, chain: Sequence[fx.Node], heads: int
     ) -> dict[fx.Node, _Part]:
         """Return operators that repeat groups for so many heads, in order, as parts; empty where they cannot be."""
         found: dict[fx.Node, _Part] = {}
         for node in chain:
-            if cut is None:
-                return {}
             try:
                 made, _ = self._tried(node, rule_of(node), {source: cut})
             except (NotSharded, NeedsParts):
                 return {}
             if not isinstance(made, AxisCut):
                 return {}
-            found[node] = _Part(
-                result=_Cut(True, made.axis, made.parts),
-                operands={source: cut},
-                heads=heads,
-                groups={source: cut.parts[0]} if cut.parts[0] != heads else {},
-            )
-            source, cut = node, found[node].result
+            groups = {source: cut.parts[0]} if cut.parts[0] != heads else {}
+            operands, result = {source: cut}, _Cut(True, made.axis, made.parts)
+            found[node] = _Part(result=result, operands=operands, heads=heads, groups=groups)
+            source, cut = node, result
         return found
 
     def _follow(self, node: fx.Node) -> None:

@@ -17,10 +17,10 @@ from gpp_plugin.runtime.tensor_ranks import (
     RESULT,
 )
 from tests.integrations import async_jobs
-from tests.integrations.engine_jobs import B, make_engine, steps
+from tests.integrations.engine_jobs import B, make_engine, part_of, steps
 from tests.integrations.pipedream import reported
 from tests.integrations.test_async import check_parameters, emulate
-from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all
+from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all, train_dropping
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors
@@ -59,6 +59,13 @@ ALL_CASES = {
     "t5, two stages": _case(
         "t5", 4, plan_of((["encoder"], [0, 1], 2), (["*"], [2, 3], 2)), clipping=CLIPPING, memory=FULL
     ),
+    "gpt2, two tensor ranks": _case(
+        "gpt2",
+        4,
+        {"stages": 1, "data_parallel": 1, "tensor_parallel": 2, "sequence_parallel": 2},
+        zero=1,
+        clipping=CLIPPING,
+    ),
     "clip, two stages of unlike sizes": _case(
         "clip", 4, plan_of((["vision_model"], [0], 1), (["text_model"], [1, 2], 2), (["*"], [3], 1))
     ),
@@ -85,7 +92,8 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
     for answer in trained[case]:
         assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
-        errors = gradient_errors(answer["gradients"], reference.gradients)
+        wanted = {n: part_of(reference.gradients[n], answer["shards"].get(n)) for n in answer["gradients"]}
+        errors = gradient_errors(answer["gradients"], wanted)
         # a softmax is the same whatever is added to all keys: the gradient of their bias is rounding alone
         rounding = {name for name in errors if name.endswith("k_proj.bias")}
         assert max(error for name, error in errors.items() if name not in rounding) < 2e-6
@@ -99,7 +107,8 @@ def test_files_and_evaluation_are_whole_and_the_same_on_all_ranks(trained, case)
     first = trained[case][0]
     for answer in trained[case]:
         assert answer["evaluated"] == first["evaluated"]
-        assert all(torch.equal(own, answer["exported"][name]) for name, own in answer["held"].items())
+        for name, own in answer["held"].items():
+            assert torch.equal(own, part_of(answer["exported"][name], answer["shards"].get(name))), name
         if answer["gathered"] is not None:
             assert all(torch.equal(answer["gathered"][n], whole) for n, whole in answer["exported"].items())
 
@@ -134,6 +143,23 @@ def test_checkpoints_go_on_with_other_context_sizes(tmp_path, zero):
         assert answer["same"] == answer["first"]
         assert answer["apart"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_dropout_on_parts_repeats_bit_by_bit_and_when_forwards_run_again(tmp_path):
+    """Hidden states drop at each rank's positions, attention in each rank's heads."""
+    runs = {
+        "once": (one_stage(2, 2), 1),
+        "recomputed": ({**one_stage(2, 2), "memory": FULL}, 1),
+        "other": (one_stage(2, 2), 2),
+    }
+    for answer in run_kept_ranks(train_dropping, 2, runs, str(tmp_path)):
+        once = answer["once"]
+        again = answer["recomputed"]
+        assert again["losses"] == once["losses"]
+        for held in ("gradients", "weights"):
+            assert once[held] and again[held].keys() == once[held].keys()
+            assert all(torch.equal(again[held][n], once[held][n]) for n in once[held])
+        assert all(a != b for a, b in zip(answer["other"]["losses"], once["losses"], strict=True))
 
 
 def test_asynchronous_losses_and_weights_are_those_of_the_emulation():

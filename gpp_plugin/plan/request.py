@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpp_plugin.config.key_names import name_of, place_of, setting_of
 from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
-from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
+from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import ALONE, LOSS_KEY, ModelGrid
 from gpp_plugin.ir.profile import Profile
@@ -427,22 +427,34 @@ def grid_rules(request: PlanRequest) -> GridRules:
     most = min(most, request.num_ranks)
     grids = [ModelGrid(c, t) for c in context.sizes for t in tensor.sizes if c * t <= most]
     grids.sort(key=lambda grid: (grid.size, grid.tensor))
-    heads, shards = CONTEXT.degrees(request.graph), TENSOR.degrees(request.graph)
+    shards = TENSOR.degrees(request.graph)
     refused, divided = {}, {}
     for grid in grids:
         unfit = context.refused.get(grid.context, frozenset()) | tensor.refused.get(grid.tensor, frozenset())
         if min(grid) > 1:
-            unfit |= {
-                name
-                for name, own in heads.items()
-                if grid.tensor in shards.get(name, ()) and grid.size not in own
+            apart = {
+                each.block
+                for each in request.graph.context
+                if grid.tensor in shards.get(each.block, ()) and not divides_heads(each, grid)
             }
+            both = context.divided[grid.context] & tensor.divided[grid.tensor] & apart
+            if both and not context.is_open and not tensor.is_open:
+                raise PlanError(
+                    f"{place_of(CONTEXT.key)}: {grid.context} beside {setting_of(TENSOR.key, grid.tensor)} does not "
+                    f"divide the heads of block {min(both)!r}; make one smaller"
+                )
+            unfit |= apart
         if unfit:
             refused[grid] = unfit
         if grid.size > 1:
             sets = context.divided.get(grid.context), tensor.divided.get(grid.tensor)
             divided[grid] = tuple(each for each in sets if each is not None)
     return GridRules(grids=tuple(grids), refused=refused, divided=divided, ways=_ways(context, tensor, grids))
+
+
+def divides_heads(cut: BlockSharding, grid: ModelGrid) -> bool:
+    """Return whether context x tensor ranks divide the heads of a block."""
+    return grid.size in cut.degrees
 
 
 def _ways(context: _SizeRules, tensor: _SizeRules, grids: Sequence[ModelGrid]) -> tuple[ModelGrid, ...]:

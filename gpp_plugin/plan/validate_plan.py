@@ -16,7 +16,7 @@ from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import PlanRequest, divides_heads
 
 
 def validate_plan(
@@ -144,16 +144,14 @@ def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
                     f"divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
                 )
 
-    heads, shards = (
-        {each.block: each.degrees for each in known} for known in (graph.context, graph.sharding)
-    )
+    shards = {each.block: each.degrees for each in graph.sharding}
     for stage in plan.stages:
-        for name in stage.blocks if min(stage.grid) > 1 else ():
-            divides = stage.tensor in shards.get(name, ()) and stage.context in heads.get(name, ())
-            if divides and stage.model_parallel not in heads[name]:
+        for each in graph.context if min(stage.grid) > 1 else ():
+            both = each.block in stage.blocks and stage.tensor in shards.get(each.block, ())
+            if both and stage.context in each.degrees and not divides_heads(each, stage.grid):
                 raise PlanError(
                     f"stage {stage.name!r}: context x tensor sizes of {stage.context} x {stage.tensor} do not divide "
-                    f"the heads of block {name!r}, which {', '.join(map(str, heads[name]))} do; plan again"
+                    f"the heads of block {each.block!r}; plan again with smaller ones"
                 )
 
 
@@ -301,8 +299,7 @@ def _tensor_shares(
         saved[block.name] -= saving * each.saved_share
     for each in graph.context if stage.context > 1 else ():
         if stage.context in each.degrees:
-            of_tensor_rank = each.groups // stage.tensor if each.groups % stage.tensor == 0 else each.groups
-            more = stage.context // math.gcd(stage.context, of_tensor_rank) - 1 if each.groups else 0
+            more = stage.context // math.gcd(stage.context, each.groups) - 1 if each.groups else 0
             share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
             more_bytes = more * each.group_bytes + each.twice_bytes
             share += more_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)

@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,7 @@ from gpp_plugin.capture.find_regions import sizes_of_part
 from gpp_plugin.capture.tracing.clean import ADDED
 from gpp_plugin.capture.tracing.symbolic_sizes import argument_of
 from gpp_plugin.errors import CaptureError
-from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart
+from gpp_plugin.ir.analysis import HEADS, ROWS, ContextCut, ContextPart, ShardedRegion
 from gpp_plugin.ir.block_graph import OpNode
 from gpp_plugin.runtime.tensor_ranks import (
     EXCHANGED,
@@ -141,9 +141,9 @@ def own(ranks: TensorRanks, axis: int) -> TensorOperator:
 def gathered(ranks: TensorRanks, axis: int) -> TensorOperator:
     """Return what makes a whole of the ranks' parts of a length."""
 
-    def gather(part: Tensor, length: int, samples: int | None) -> Tensor:
+    def gather(part: Tensor, length: int | None, samples: int | None) -> Tensor:
         at, tensor = _apart(part, axis, samples)
-        whole: Tensor = _Gathered.apply(tensor, ranks, at, length)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Gathered.apply(tensor, ranks, at, _length(part, ranks, axis, length))  # type: ignore[no-untyped-call]
         return whole if samples is None else whole.flatten(axis, at)
 
     return TensorOperator("context_gathered", gather)
@@ -152,8 +152,8 @@ def gathered(ranks: TensorRanks, axis: int) -> TensorOperator:
 def exchanged(ranks: TensorRanks, axes: tuple[int, int]) -> TensorOperator:
     """Return what changes the axis along which a tensor is cut, from the first one, of a length, to the second."""
 
-    def exchange(part: Tensor, length: int) -> Tensor:
-        found: Tensor = _Exchanged.apply(part, ranks, axes, length)  # type: ignore[no-untyped-call]
+    def exchange(part: Tensor, length: int | None) -> Tensor:
+        found: Tensor = _Exchanged.apply(part, ranks, axes, _length(part, ranks, axes[0], length))  # type: ignore[no-untyped-call]
         return found
 
     return TensorOperator("context_exchanged", exchange)
@@ -200,6 +200,11 @@ def averaged(call: Callable[..., Tensor], ranks: TensorRanks) -> TensorOperator:
     return TensorOperator("context_averaged", average, around=lambda other: averaged(other, ranks))
 
 
+def _length(part: Tensor, ranks: TensorRanks, axis: int, length: int | None) -> int:
+    """Return the length of the whole along an axis; None: of heads, of which tensor ranks may have a part each."""
+    return part.shape[axis] * ranks.size if length is None else length
+
+
 def _apart(tensor: Tensor, axis: int, samples: int | None) -> tuple[int, Tensor]:
     """Return the axis of positions, and a tensor that has one: of [10, 8] of 2 samples, 1 and [2, 5, 8]."""
     return (axis, tensor) if samples is None else (axis + 1, tensor.unflatten(axis, (samples, -1)))
@@ -214,7 +219,8 @@ class _Held:
 
     Args:
         axis: which is cut; ``length`` of it, of the whole tensor; of rows the length of one sample.
-        samples: of rows, how many there are one behind the other; None: no rows.
+        samples: of rows, how many there are one behind the other; None: no rows. Of heads of which tensor ranks take
+            theirs, how many ranks these are.
         times: of groups of keys or values, how often each is there, until they are repeated for the heads that share
             them; ``repeats`` is the axis along which they are then.
     """
@@ -231,6 +237,11 @@ class _Held:
         """Return what alike tensors have in common; their lengths may be symbols, which nothing must ask for."""
         return self.axis, self.samples is None
 
+    @property
+    def given_length(self) -> Any:
+        """Return the length as an argument of what changes it."""
+        return None if self.is_heads and self.samples is None else argument_of(self.length)
+
     def size(self, ranks: TensorRanks) -> Any:
         """Return the size of a rank's part along the axis."""
         own = ranks.positions(self.length)[1]
@@ -246,6 +257,8 @@ def cut_graph(
     outputs: Sequence[str] = (),
     arriving: Mapping[str, int] | None = None,
     leaving: Mapping[str, int] | None = None,
+    regions: Sequence[ShardedRegion] = (),
+    tensor: int = 1,
 ) -> tuple[CapturedGraph, dict[str, str], tuple[str, ...]]:
     """Return a capture whose operators compute on this rank's parts, what was put in, and what outputs are called.
 
@@ -257,11 +270,12 @@ def cut_graph(
         outputs: operators whose results leave the stage.
         arriving: what other stages make and is received in parts -> the axis of positions.
         leaving: the outputs that are handed on in parts -> the axis of positions.
+        regions: what ``tensor`` ranks of these positions share out of the result.
 
     Raises:
         CaptureError: an operator's sizes are not what they were when its heads were found.
     """
-    writer = _Writer(captured, parts, ranks, frozenset(own), arriving or {})
+    writer = _Writer(captured, parts, ranks, frozenset(own), arriving or {}, regions, tensor)
     graph = writer.write()
     names = tuple(writer.output(name, leaving or {}) for name in outputs)
     # operators that stages make for themselves are found by what is read, so those that were put in among them too
@@ -303,6 +317,8 @@ class _Writer:
         ranks: TensorRanks,
         own: frozenset[str],
         arriving: Mapping[str, int],
+        regions: Sequence[ShardedRegion],
+        tensor: int,
     ) -> None:
         self._captured, self._ranks, self.own = captured, ranks, own
         self._computed = captured.replicated_closure(own)
@@ -319,6 +335,10 @@ class _Writer:
         self._copies: dict[fx.Node, fx.Node] = {}
         self._held: dict[fx.Node, _Held] = {}
         self._forms: dict[tuple[fx.Node, Any], fx.Node] = {}
+        self._tensor = tensor
+        self._region_of = {name: i for i, region in enumerate(regions) for name in region.operators}
+        self._sliced = {(i, shard.name) for i, region in enumerate(regions) for shard in region.sliced}
+        self._made_for_slices = frozenset(self._making_slices())
         self.added: dict[str, str] = {}
 
     def write(self) -> fx.Graph:
@@ -361,7 +381,7 @@ class _Writer:
                 self._hold(node, copy, held)
             return copy
         samples = self._samples(sources)
-        wanted = {source: self._wanted(part, source, samples) for source in sources}
+        wanted = {source: self._wanted(part, source, samples, node) for source in sources}
 
         def operand(source: fx.Node) -> fx.Node:
             held, times = wanted[source]
@@ -417,6 +437,8 @@ class _Writer:
     def _result(self, node: fx.Node, cut: ContextCut, read: Mapping[fx.Node, _Held]) -> _Held:
         shape = _tensors(node)[0].shape
         if cut.kind != ROWS:
+            if node.name in self._made_for_slices:
+                return self._of_slices(cut.axis, shape[cut.axis])
             return _Held(cut.axis, shape[cut.axis], is_heads=cut.kind == HEADS)
         # rows of rows; or [2, 5, 8] with its positions along axis 1 becomes [10, 8], rows along axis 0
         rows = next((held for held in read.values() if held.samples is not None), None)
@@ -425,6 +447,9 @@ class _Writer:
         source, held = next(iter(read.items()))
         before = source.meta["val"].shape
         return _Held(cut.axis, held.length, math.prod(before[cut.axis : held.axis]))
+
+    def _of_slices(self, axis: int, heads: Any) -> _Held:
+        return _Held(axis, heads // self._tensor, self._tensor, is_heads=True)
 
     def _repeating(self, node: fx.Node, held: _Held, times: int, read: Sequence[_Held]) -> _Held:
         """Return how groups are held that have been repeated for the exchange, on their way to the heads."""
@@ -440,7 +465,7 @@ class _Writer:
 
     def _samples(self, sources: Sequence[fx.Node]) -> Any:
         """Return how many samples lie one behind the other in the rows that an operator reads."""
-        known = [self._held[source] for source in sources if source in self._held]
+        known = [held for source in sources if (held := self._held.get(source)) and not held.is_heads]
         found = next((held.samples for held in known if held.samples is not None), None)
         if found is not None:
             return found
@@ -456,18 +481,25 @@ class _Writer:
                 node = operand
         return None
 
-    def _wanted(self, part: ContextPart | None, source: fx.Node, samples: Any) -> tuple[_Held | None, int]:
+    def _wanted(
+        self, part: ContextPart | None, source: fx.Node, samples: Any, reader: fx.Node
+    ) -> tuple[_Held | None, int]:
         """Return how an operator reads another's result, and how often each of its heads is repeated."""
         names = (self._names.get(source.name, source.name), source.name)
         cut = None if part is None else next((part.operands[n] for n in names if n in part.operands), None)
         if part is None or cut is None:
             return None, 1
         groups = next((part.groups[n] for n in names if n in part.groups), None)
-        times = 1 if groups is None else self._ranks.size // math.gcd(self._ranks.size, groups)
+        times = 1
+        if part is not None and groups is not None:
+            groups //= self._tensor if part.name in self._region_of else 1
+            times = self._ranks.size // math.gcd(self._ranks.size, groups)
         length, held = source.meta["val"].shape[cut.axis], self._held.get(source)
         if cut.kind != ROWS:
             if held is not None and held.key == (cut.axis, True):
                 return held, 1
+            if cut.kind == HEADS and self._is_sliced(source, reader):
+                return self._of_slices(cut.axis, length), 1
             return _Held(cut.axis, length * times, is_heads=cut.kind == HEADS, times=times), times
         if held is not None and held.samples is not None:
             return held, 1
@@ -517,6 +549,29 @@ class _Writer:
             self._forms[key] = self._changed(source, held, wanted, times, reader)
         return self._forms[key]
 
+    def _is_sliced(self, source: fx.Node, reader: fx.Node) -> bool:
+        """Return whether each tensor rank takes its heads of what an operator reads, or of what it makes of it."""
+        # of 8 heads on 2 x 2 ranks, tensor rank 1 has 4 to 7, and the first context rank 4 and 5 of them: of all heads
+        # it has 0 and 1, 4 and 5, of which the tensor rank then takes its half
+        name = self._names.get(source.name, source.name)
+        is_read = (self._region_of.get(reader.name), name) in self._sliced
+        return is_read or reader.name in self._made_for_slices
+
+    def _making_slices(self) -> Iterator[str]:
+        """Yield the operators outside of regions that make heads of which tensor ranks take theirs, the last first."""
+        found = set[str]()
+        for node in reversed(self._captured.graph.nodes):
+            part = self._parts.get(node.name)
+            is_by_heads = part is not None and part.result is not None and part.result.kind == HEADS
+            if is_by_heads and node.name not in self._region_of:
+                readers = [user.name for user in node.users if user.name in self._computed]
+                if any(
+                    (self._region_of.get(name), node.name) in self._sliced or name in found
+                    for name in readers
+                ):
+                    found.add(node.name)
+                    yield node.name
+
     def _here(self, source: fx.Node, reader: fx.Node) -> fx.Node:
         """Return a tensor as it is held."""
         spec = self._specs.get(source.name)
@@ -551,12 +606,12 @@ class _Writer:
         if held is not None and wanted is not None and held.axis != wanted.axis:
             if held.samples is None and wanted.samples is None:
                 made = exchanged(self._ranks, (held.axis, wanted.axis))
-                args = (copy, argument_of(held.length))
+                args = (copy, held.given_length)
                 return put_in(made, args, f"exchanged_{wanted.axis}", wanted)
         if held is not None:
             key = source, None if times == 1 else ("whole", times)
             if key not in self._forms:
-                given = (copy, argument_of(held.length), argument_of(held.samples))
+                given = (copy, held.given_length, argument_of(held.samples))
                 self._forms[key] = put_in(gathered(self._ranks, held.axis), given, "whole", None)
             copy = self._forms[key]
         if wanted is None:

@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_plugin.plan.costs.memory_formula import copies_of, cut_by_block, sharded_by_block
+from gpp_plugin.runtime.tensor_ranks import (
+    EXCHANGED,
+    GRADIENT,
+    GRADIENT_EXCHANGED,
+    GRADIENT_PARTS,
+    PARTS,
+    RESULT,
+)
 from tests.integrations import async_jobs
-from tests.integrations.engine_jobs import B, make_engine, steps
+from tests.integrations.engine_jobs import B, make_engine, part_of, steps
 from tests.integrations.pipedream import reported
 from tests.integrations.test_async import check_parameters, emulate
-from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all
+from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all, train_dropping
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors
@@ -50,6 +59,13 @@ ALL_CASES = {
     "t5, two stages": _case(
         "t5", 4, plan_of((["encoder"], [0, 1], 2), (["*"], [2, 3], 2)), clipping=CLIPPING, memory=FULL
     ),
+    "gpt2, two tensor ranks": _case(
+        "gpt2",
+        4,
+        {"stages": 1, "data_parallel": 1, "tensor_parallel": 2, "sequence_parallel": 2},
+        zero=1,
+        clipping=CLIPPING,
+    ),
     "clip, two stages of unlike sizes": _case(
         "clip", 4, plan_of((["vision_model"], [0], 1), (["text_model"], [1, 2], 2), (["*"], [3], 1))
     ),
@@ -76,7 +92,8 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
     for answer in trained[case]:
         assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
-        errors = gradient_errors(answer["gradients"], reference.gradients)
+        wanted = {n: part_of(reference.gradients[n], answer["shards"].get(n)) for n in answer["gradients"]}
+        errors = gradient_errors(answer["gradients"], wanted)
         # a softmax is the same whatever is added to all keys: the gradient of their bias is rounding alone
         rounding = {name for name in errors if name.endswith("k_proj.bias")}
         assert max(error for name, error in errors.items() if name not in rounding) < 2e-6
@@ -90,7 +107,8 @@ def test_files_and_evaluation_are_whole_and_the_same_on_all_ranks(trained, case)
     first = trained[case][0]
     for answer in trained[case]:
         assert answer["evaluated"] == first["evaluated"]
-        assert all(torch.equal(own, answer["exported"][name]) for name, own in answer["held"].items())
+        for name, own in answer["held"].items():
+            assert torch.equal(own, part_of(answer["exported"][name], answer["shards"].get(name))), name
         if answer["gathered"] is not None:
             assert all(torch.equal(answer["gathered"][n], whole) for n, whole in answer["exported"].items())
 
@@ -127,6 +145,23 @@ def test_checkpoints_go_on_with_other_context_sizes(tmp_path, zero):
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
 
 
+def test_dropout_on_parts_repeats_bit_by_bit_and_when_forwards_run_again(tmp_path):
+    """Hidden states drop at each rank's positions, attention in each rank's heads."""
+    runs = {
+        "once": (one_stage(2, 2), 1),
+        "recomputed": ({**one_stage(2, 2), "memory": FULL}, 1),
+        "other": (one_stage(2, 2), 2),
+    }
+    for answer in run_kept_ranks(train_dropping, 2, runs, str(tmp_path)):
+        once = answer["once"]
+        again = answer["recomputed"]
+        assert again["losses"] == once["losses"]
+        for held in ("gradients", "weights"):
+            assert once[held] and again[held].keys() == once[held].keys()
+            assert all(torch.equal(again[held][n], once[held][n]) for n in once[held])
+        assert all(a != b for a, b in zip(answer["other"]["losses"], once["losses"], strict=True))
+
+
 def test_asynchronous_losses_and_weights_are_those_of_the_emulation():
     # of the second stage's four ranks two have losses, and the others have the positions of the same samples
     block = plan_of((["vision_model", "visual_projection"], [0, 1], 2), (["*"], [2, 3, 4, 5], 2))
@@ -142,3 +177,65 @@ def test_asynchronous_losses_and_weights_are_those_of_the_emulation():
         assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
         assert answer["flushed"] == pytest.approx(losses[-1][-1], abs=1e-6)
     check_parameters(answers, emulation)
+
+
+KINDS = {
+    "forward_sum": RESULT,
+    "backward_sum": GRADIENT,
+    "forward_gather": PARTS,
+    "backward_gather": GRADIENT_PARTS,
+    "forward_exchange": EXCHANGED,
+    "backward_exchange": GRADIENT_EXCHANGED,
+}
+
+
+def count_context(runs: dict[str, tuple[str, dict[str, Any]]], directory: str) -> dict[str, Any]:
+    """Train each run, (model, block), on one mini-batch; the bytes that context ranks sent, and those of its costs."""
+    answers = {}
+    for run, (name, block) in runs.items():
+        model, make_batch = build(name, layers=1)
+        engine = make_engine(model, make_batch(B), config({**block, "profile_dir": f"{directory}/profiles"}))
+        loss = steps(engine, [make_batch(B)])
+        graph, plan = engine._rank_runner.reference.block_graph, engine._plan
+        counted, planned = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        for index in engine.rank_engine.indices:
+            stage = plan.stages[index]
+            sent = engine._source._job.links.of(stage, "context").sent_bytes
+            shards = sharded_by_block(graph, stage.tensor)
+            for own in cut_by_block(graph, stage.context).values():
+                for kind, what in KINDS.items() if own.block in stage.blocks else ():
+                    num_bytes = getattr(own, f"{kind}_bytes")
+                    if what in (EXCHANGED, GRADIENT_EXCHANGED):
+                        num_bytes += (copies_of(own, stage.context) - 1) * own.group_bytes
+                        num_bytes /= stage.tensor if own.block in shards else 1
+                    planned[kind] += num_bytes * B / stage.degree / graph.num_samples
+            for kind, what in KINDS.items():
+                counted[kind] += sent.get(what, 0)
+        grids = [tuple(stage.grid) for stage in plan.stages]
+        answers[run] = {"grids": grids, "counted": counted, "planned": planned, "loss": loss}
+        engine.destroy()
+    return answers
+
+
+def by_key(size: int, **more: Any) -> dict[str, Any]:
+    """Return the block of one stage whose context size the key says."""
+    return {"stages": 1, "data_parallel": 1, "sequence_parallel": size, **more}
+
+
+SENT = {
+    2: {name: (name, by_key(2)) for name in ("gpt2", "llama", "clip", "t5")},
+    4: {
+        "llama, fewer groups than ranks": ("llama", by_key(4)),
+        "gpt2, beside tensor ranks": ("gpt2", by_key(2, tensor_parallel=2)),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", SENT)
+def test_the_key_makes_context_ranks_that_send_what_is_planned(tmp_path, ranks):
+    for answer in run_kept_ranks(count_context, ranks, SENT[ranks], str(tmp_path), timeout_s=600):
+        for run, (_, block) in SENT[ranks].items():
+            found = answer[run]
+            assert found["grids"] == [(block["sequence_parallel"], block.get("tensor_parallel", 1))], run
+            assert found["counted"] == pytest.approx(found["planned"], rel=0.02, abs=64), run
+            assert found["planned"]["forward_exchange"] > 0, run

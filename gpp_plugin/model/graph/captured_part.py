@@ -455,6 +455,7 @@ class CapturedPart:
         assert self._links is not None, "a rank of a job has its place"
         graph, sharding = reference.block_graph, captured.analysis.sharding
         beside = {name: block for block, names in blocks.items() for name in names}
+        regions = regions_of_stage(graph, sharding.regions, plan, index) if stage.tensor > 1 else ()
         # positions first: of what is then a rank's, its tensor ranks have their shards
         context = None
         if stage.context > 1:
@@ -476,11 +477,13 @@ class CapturedPart:
                 outputs=outputs,
                 arriving=arriving,
                 leaving=leaving,
+                regions=regions,
+                tensor=stage.tensor,
             )
             beside |= {name: beside[neighbour] for name, neighbour in neighbours.items()}
         captured, neighbours, outputs = shard_graph(
             captured,
-            regions_of_stage(graph, sharding.regions, plan, index) if stage.tensor > 1 else (),
+            regions,
             self._links.of(stage),
             list(beside),
             sequence=sequence_of_stage(graph, sharding, plan, index) if stage.tensor > 1 else (),

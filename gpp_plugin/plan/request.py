@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import logging
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -422,8 +421,7 @@ def grid_rules(request: PlanRequest) -> GridRules:
     if request.tensor_parallel == request.sequence_parallel == 1:
         return GridRules()
     # Both axes, each by itself (`_size_rules`), then both together: layers of 8 heads on context 4 x tensor 4 would
-    # have half a head on each rank, and may not be on that grid. Nor may layers of 16 heads in 4 groups: 4 context
-    # ranks have a group each, which tensor ranks do not divide.
+    # have half a head on each rank, and may not be on that grid.
     context, tensor = (_size_rules(axis, request) for axis in AXES)
     most = TENSOR_SIZES[-1] if context.is_open and tensor.is_open else request.num_ranks
     most = min(most, request.num_ranks)
@@ -443,7 +441,7 @@ def grid_rules(request: PlanRequest) -> GridRules:
             if both and not context.is_open and not tensor.is_open:
                 raise PlanError(
                     f"{place_of(CONTEXT.key)}: {grid.context} beside {setting_of(TENSOR.key, grid.tensor)} does not "
-                    f"divide the heads, or the groups of keys and values, of block {min(both)!r}; make one smaller"
+                    f"divide the heads of block {min(both)!r}; make one smaller"
                 )
             unfit |= apart
         if unfit:
@@ -455,9 +453,8 @@ def grid_rules(request: PlanRequest) -> GridRules:
 
 
 def divides_heads(cut: BlockSharding, grid: ModelGrid) -> bool:
-    """Return whether context x tensor ranks divide the heads of a block, and its groups of keys and values."""
-    left = cut.groups // math.gcd(grid.context, cut.groups) if cut.groups else 0
-    return grid.size in cut.degrees and left % grid.tensor == 0
+    """Return whether context x tensor ranks divide the heads of a block."""
+    return grid.size in cut.degrees
 
 
 def _ways(context: _SizeRules, tensor: _SizeRules, grids: Sequence[ModelGrid]) -> tuple[ModelGrid, ...]:

@@ -151,7 +151,7 @@ def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
             if both and stage.context in each.degrees and not divides_heads(each, stage.grid):
                 raise PlanError(
                     f"stage {stage.name!r}: context x tensor sizes of {stage.context} x {stage.tensor} do not divide "
-                    f"the heads of block {each.block!r}, or its groups of keys and values; plan again with smaller ones"
+                    f"the heads of block {each.block!r}; plan again with smaller ones"
                 )
 
 

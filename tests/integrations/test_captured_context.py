@@ -20,7 +20,7 @@ from tests.integrations import async_jobs
 from tests.integrations.engine_jobs import B, make_engine, part_of, steps
 from tests.integrations.pipedream import reported
 from tests.integrations.test_async import check_parameters, emulate
-from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all
+from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all, train_dropping
 from tests.models import build
 from tests.ranks import run_kept_ranks
 from tests.reference import gradient_errors
@@ -143,6 +143,23 @@ def test_checkpoints_go_on_with_other_context_sizes(tmp_path, zero):
         assert answer["same"] == answer["first"]
         assert answer["apart"] == pytest.approx(answer["first"], rel=1e-5)
         assert answer["back"] == pytest.approx(answer["first"], rel=1e-5)
+
+
+def test_dropout_on_parts_repeats_bit_by_bit_and_when_forwards_run_again(tmp_path):
+    """Hidden states drop at each rank's positions, attention in each rank's heads."""
+    runs = {
+        "once": (one_stage(2, 2), 1),
+        "recomputed": ({**one_stage(2, 2), "memory": FULL}, 1),
+        "other": (one_stage(2, 2), 2),
+    }
+    for answer in run_kept_ranks(train_dropping, 2, runs, str(tmp_path)):
+        once = answer["once"]
+        again = answer["recomputed"]
+        assert again["losses"] == once["losses"]
+        for held in ("gradients", "weights"):
+            assert once[held] and again[held].keys() == once[held].keys()
+            assert all(torch.equal(again[held][n], once[held][n]) for n in once[held])
+        assert all(a != b for a, b in zip(answer["other"]["losses"], once["losses"], strict=True))
 
 
 def test_asynchronous_losses_and_weights_are_those_of_the_emulation():

@@ -12,24 +12,38 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from gpp_plugin.capture.captured_graph import CapturedGraph
+from gpp_plugin.capture.coarsen import coarsen
 from gpp_plugin.capture.export import capture_model
 from gpp_plugin.model.materialize import materialize_parameters
 from gpp_plugin.runtime.context_ranks import cut_graph
 from gpp_plugin.runtime.shard_graph import shard_graph
 from gpp_plugin.runtime.stage_module import build_stage_function
-from gpp_plugin.runtime.tensor_ranks import TensorRanks
+from gpp_plugin.runtime.tensor_ranks import (
+    EXCHANGED,
+    GRADIENT,
+    GRADIENT_EXCHANGED,
+    GRADIENT_PARTS,
+    PARTS,
+    RESULT,
+    TensorRanks,
+)
 from tests.models import build
 from tests.runtime.test_shard_graph import Threads, outcome, run_together
 
 
 def as_threads(monkeypatch: pytest.MonkeyPatch, threads: Threads) -> None:
     """Let context ranks be threads of this process."""
-    total = dist.ReduceOp.SUM
-    monkeypatch.setattr(TensorRanks, "sum", lambda r, t, what, op=total: threads.sum(r.position, t, op))
+
+    def add(ranks: TensorRanks, tensor: Tensor, what: str) -> Tensor:
+        ranks.sent_bytes[what] = ranks.sent_bytes.get(what, 0) + tensor.nbytes
+        return threads.sum(ranks.position, tensor, dist.ReduceOp.SUM)
+
+    monkeypatch.setattr(TensorRanks, "sum", add)
 
     def exchange(
         ranks: TensorRanks, pieces: Sequence[Tensor], shapes: Sequence[Sequence[int]], size: int, what: str
     ) -> tuple[Tensor, Callable[[], None]]:
+        ranks.sent_bytes[what] = ranks.sent_bytes.get(what, 0) + size
         return threads.exchange(ranks.position, pieces, [math.prod(shape) for shape in shapes])
 
     monkeypatch.setattr(TensorRanks, "_begin_exchange", exchange)
@@ -44,7 +58,7 @@ def check(
     assert loss is not None
     whole = build_stage_function(captured, nodes, [loss])
     wanted_loss, wanted = outcome(whole, dict(tensors), batch)
-    threads, answers, functions, put_in = Threads(size), {}, [], []
+    threads, answers, functions, put_in, sent = Threads(size), {}, [], [], []
     as_threads(monkeypatch, threads)
     for position in range(size):
         ranks = TensorRanks(stage="all", position=position, size=size, kind="context")
@@ -55,6 +69,7 @@ def check(
         cut, more, outputs = shard_graph(cut, (), alone, own, outputs=outputs, context=ranks, together=ranks)
         functions.append(build_stage_function(cut, [*own, *more], list(outputs)))
         put_in.append(list(added))
+        sent.append(ranks.sent_bytes)
 
     def run(position: int) -> None:
         try:
@@ -64,6 +79,10 @@ def check(
             raise
 
     run_together(run, size)
+    for bytes_of in sent:
+        assert bytes_of == {
+            what: planned for what, planned in planned_bytes(captured, size).items() if planned
+        }
     summed = {
         name: sum(gradients[name] for _, gradients in answers.values() if name in gradients)
         for name in wanted
@@ -74,6 +93,20 @@ def check(
     for name, gradient in wanted.items():
         assert float((summed[name] - gradient).norm()) <= 1e-6 * float(gradient.norm()) + 1e-12, name
     return put_in
+
+
+def planned_bytes(captured: CapturedGraph, size: int) -> dict[str, float]:
+    """Return what is planned to be sent in a micro-batch, by what it is."""
+    found = dict.fromkeys((RESULT, GRADIENT, PARTS, GRADIENT_PARTS, EXCHANGED, GRADIENT_EXCHANGED), 0.0)
+    for block in coarsen(captured, granularity="layer").context:
+        found[RESULT] += block.forward_sum_bytes
+        found[GRADIENT] += block.backward_sum_bytes
+        found[PARTS] += block.forward_gather_bytes
+        found[GRADIENT_PARTS] += block.backward_gather_bytes
+        more = block.group_bytes * (size // math.gcd(size, block.groups) - 1) if block.groups else 0
+        found[EXCHANGED] += block.forward_exchange_bytes + more
+        found[GRADIENT_EXCHANGED] += block.backward_exchange_bytes + more
+    return found
 
 
 def captured_model(name: str, length: int | None = None) -> tuple[Any, ...]:

@@ -299,7 +299,9 @@ def _tensor_shares(
         saved[block.name] -= saving * each.saved_share
     for each in graph.context if stage.context > 1 else ():
         if stage.context in each.degrees:
-            more = stage.context // math.gcd(stage.context, each.groups) - 1 if each.groups else 0
+            sharded = any(s.block == each.block and stage.tensor in s.degrees for s in graph.sharding)
+            groups = each.groups // stage.tensor if sharded else each.groups
+            more = stage.context // math.gcd(stage.context, groups) - 1 if groups else 0
             share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
             more_bytes = more * each.group_bytes + each.twice_bytes
             share += more_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)

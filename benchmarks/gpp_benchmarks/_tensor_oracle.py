@@ -110,7 +110,7 @@ def _with_context(rng: random.Random, request: PlanRequest) -> PlanRequest:
             forward_exchange_bytes=rng.choice([400, 4000]),
             backward_exchanges=4,
             backward_exchange_bytes=rng.choice([400, 4000]),
-            groups=rng.choice([0, 2, 2, 4]),
+            groups=rng.choice([0, 4, 4, 8]),
             group_bytes=40,
         )
         for block in blocks
@@ -178,11 +178,7 @@ def may_have(graph: BlockGraph, blocks: Sequence[str], grid: Grid) -> bool:
     sharded = {each.block for each in graph.sharding}
     for each in graph.context if min(context, tensor) > 1 else ():
         if each.block in blocks and each.block in sharded:
-            # a rank of 8 heads in 4 groups on 2 x 2 ranks has two heads of a group of its own
-            held = (
-                each.groups * context // math.gcd(context, each.groups) // context if each.groups else tensor
-            )
-            if context * tensor not in each.degrees or held % tensor:
+            if context * tensor not in each.degrees:
                 return False
     return True
 
@@ -245,7 +241,8 @@ def _on_grid(request: PlanRequest, stage: Stage, local: int) -> Stage:
         if positions is not None and c > 1:
             there, back = (us * (1 - positions.flop_share * (c - 1) / c) for us in (there, back))
             share = 1 - positions.saved_share * (c - 1) / c
-            times = c // math.gcd(c, positions.groups) if positions.groups else 1
+            groups = positions.groups // (t if own is not None else 1)
+            times = c // math.gcd(c, groups) if groups else 1
             more = (times - 1) * positions.group_bytes
             keeps *= share + more / c / graph[name].saved_bytes
         if own is not None and t > 1:

@@ -204,10 +204,13 @@ def count_context(runs: dict[str, tuple[str, dict[str, Any]]], directory: str) -
             shards = sharded_by_block(graph, stage.tensor)
             for own in cut_by_block(graph, stage.context).values():
                 for kind, what in KINDS.items() if own.block in stage.blocks else ():
-                    num_bytes = getattr(own, f"{kind}_bytes")
+                    num_bytes, shared = (
+                        getattr(own, f"{kind}_bytes"),
+                        stage.tensor if own.block in shards else 1,
+                    )
                     if what in (EXCHANGED, GRADIENT_EXCHANGED):
-                        num_bytes += (copies_of(own, stage.context) - 1) * own.group_bytes
-                        num_bytes /= stage.tensor if own.block in shards else 1
+                        num_bytes += (copies_of(own, stage.context, shared) - 1) * own.group_bytes
+                        num_bytes /= shared
                     planned[kind] += num_bytes * B / stage.degree / graph.num_samples
             for kind, what in KINDS.items():
                 counted[kind] += sent.get(what, 0)
@@ -226,6 +229,7 @@ SENT = {
     2: {name: (name, by_key(2)) for name in ("gpt2", "llama", "clip", "t5")},
     4: {
         "llama, fewer groups than ranks": ("llama", by_key(4)),
+        "llama, groups that tensor ranks divide first": ("llama", by_key(2, tensor_parallel=2)),
         "gpt2, beside tensor ranks": ("gpt2", by_key(2, tensor_parallel=2)),
     },
 }

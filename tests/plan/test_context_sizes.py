@@ -60,8 +60,9 @@ def test_a_block_takes_its_share_and_the_exchanges_of_its_context_ranks() -> Non
         forward, backward = costs.at_grid(ModelGrid(context=context)).stage_times([0], 1.0)
         assert forward == pytest.approx(100.0 * (0.1 + 0.9 / context) + exchanged)
         assert backward == pytest.approx(200.0 * (0.1 + 0.9 / context) + exchanged)
-    # eight ranks exchange each of 4 groups twice; beside two tensor ranks each exchanges half of the heads
-    eight, grid = (costs.at_grid(ModelGrid(*sizes)) for sizes in ((8, 1), (2, 2)))
+    # eight ranks exchange each of 4 groups twice; so do four beside two tensor ranks, who have 2 groups each
+    eight, many, grid = (costs.at_grid(ModelGrid(*sizes)) for sizes in ((8, 1), (4, 2), (2, 2)))
+    assert many.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 * 3 + 3 / 16 * 10.0 / 2)
     assert eight.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 * 7 + 7 / 64 * 10.0)
     assert grid.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 + 1 / 4 * 8.0 / 2)
     assert grid.stage_times([0], 1.0)[0] == pytest.approx(

@@ -150,29 +150,33 @@ def parts_by_block(graph: BlockGraph, grid: ModelGrid) -> dict[str, Parts]:
             own = dataclasses.replace(
                 own,
                 flops=own.flops * part(each.flop_share, grid.context),
-                saved=own.saved * kept_of_positions(each, block.saved_bytes, grid.context),
+                saved=own.saved
+                * kept_of_positions(each, block.saved_bytes, grid.context, 1 if shards is None else tensor),
             )
         if own != WHOLE:
             found[block.name] = own
     return found
 
 
-def copies_of(cut: BlockSharding, context: int) -> int:
+def copies_of(cut: BlockSharding, context: int, tensor: int = 1) -> int:
     """Return how many context ranks read each group of keys and values; 1 where their number divides the groups.
+
+    Args:
+        tensor: ranks that divide the block's groups first.
 
     >>> names = ("flop_share", "saved_share", "parameter_bytes", "trainable_bytes", "forward_sums", "backward_sums")
     >>> nothing = dict.fromkeys((*names, "forward_sum_bytes", "backward_sum_bytes"), 0)
     >>> layer = BlockSharding(block="layer", degrees=(2, 4, 8), groups=4, **nothing)
-    >>> [copies_of(layer, context) for context in (2, 8)]
-    [1, 2]
+    >>> copies_of(layer, 2), copies_of(layer, 8), copies_of(layer, 4, tensor=2)
+    (1, 2, 2)
     """
-    return context // math.gcd(context, cut.groups) if cut.groups else 1
+    return context // math.gcd(context, cut.groups // tensor) if cut.groups else 1
 
 
-def kept_of_positions(cut: BlockSharding, saved_bytes: int, context: int) -> float:
+def kept_of_positions(cut: BlockSharding, saved_bytes: int, context: int, tensor: int) -> float:
     """Return what one of so many context ranks keeps for backward, over ``saved_bytes`` of a block that is not cut."""
     # 100 MB, all cut, on 4 ranks: 25 MB; and of 8 MB that are kept by heads and by positions 2 MB more
-    more = (copies_of(cut, context) - 1) * cut.group_bytes + cut.twice_bytes
+    more = (copies_of(cut, context, tensor) - 1) * cut.group_bytes + cut.twice_bytes
     return part(cut.saved_share, context) + more / context / max(saved_bytes, 1)
 
 
@@ -294,7 +298,7 @@ def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) ->
         if own is None:
             continue
         heads = grid.tensor if block.name in sharded else 1
-        more = (copies_of(own, grid.context) - 1) * own.group_bytes
+        more = (copies_of(own, grid.context, heads) - 1) * own.group_bytes
         for line, (of_sum, summed) in enumerate(sums):
             found[line, :, i] = (
                 own.forward_sums * of_sum

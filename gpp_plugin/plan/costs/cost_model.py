@@ -184,7 +184,7 @@ class CostModel:
         self.grid, self._prices = grid, prices
         self._source = graph, profile
         self._at_grid: dict[tuple[ModelGrid, GridPrices], CostModel] = {}
-        self._grid_prices: dict[tuple[ModelGrid, tuple[int, ...]], GridPrices] = {}
+        self._on_ranks: dict[tuple[ModelGrid, tuple[int, ...]], CostModel] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
         self._sums = sum_times(graph, grid, prices.tensor)
         self._context_sums = context_times(graph, grid, prices.context) if grid.context > 1 else None
@@ -329,15 +329,16 @@ class CostModel:
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
         # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network.
         everyone = tuple(range(grid.size) if ranks is None else ranks)
-        if (grid, everyone) not in self._grid_prices:
-            self._grid_prices[grid, everyone] = self._prices_of(grid, everyone)
-        key = grid, self._grid_prices[grid, everyone]
-        if key not in self._at_grid:
-            graph, profile = self._source
-            self._at_grid[key] = CostModel(
-                graph, profile, self.cluster, zero_stage=self.zero_stage, grid=grid, prices=key[1]
-            )
-        return self._at_grid[key]
+        found = self._on_ranks.get((grid, everyone))
+        if found is None:
+            prices = self._prices_of(grid, everyone)
+            if (grid, prices) not in self._at_grid:
+                graph, profile = self._source
+                self._at_grid[grid, prices] = CostModel(
+                    graph, profile, self.cluster, zero_stage=self.zero_stage, grid=grid, prices=prices
+                )
+            found = self._on_ranks[grid, everyone] = self._at_grid[grid, prices]
+        return found
 
     def _prices_of(self, grid: ModelGrid, everyone: tuple[int, ...]) -> GridPrices:
         """Return what collectives take in the slowest group of tensor ranks, and of context ranks."""

@@ -27,7 +27,7 @@ import sys
 import textwrap
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -45,6 +45,7 @@ from gpp_plugin.model.generation.generator import GeneratedModel, Generator
 from gpp_plugin.model.generation.micro_batches import Turns
 from gpp_plugin.plugins import Transport, TransportRequest
 from gpp_plugin.runtime.batches import InputLink
+from gpp_plugin.runtime.context_ranks import cut_graph
 from gpp_plugin.runtime.messages import transport
 from gpp_plugin.runtime.ranks.collectives import Collectives
 from gpp_plugin.runtime.shard_graph import shard_graph
@@ -157,20 +158,33 @@ def in_parts(stage: TestStage, position: int = 0) -> tuple[TestStage, TensorRank
         sequence=captured.analysis.sharding.sequence,
         outputs=(str(captured.op_graph.loss),),
     )
-    more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
-    blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
-    nodes = [n for b in blocks for n in b.nodes]
-    function = build_stage_function(sharded_graph, nodes, (loss,))
-    if function.choice is not None:
-        function.choice.use(captured.analysis.unpadded)
     state = {
         n: own_part(t.detach(), cuts[n], position, 2).requires_grad_() if n in cuts else t
         for n, t in stage.state.items()
     }
+    return _with_added(dataclasses.replace(stage, captured=sharded_graph, state=state), added, loss), ranks
+
+
+def in_context(stage: TestStage, position: int = 0) -> tuple[TestStage, TensorRanks]:
+    """Return a stage as one of two context ranks computes it, and these, who have no group yet."""
+    captured, own = stage.captured, [n for b in stage.graph.blocks if b.name in stage.blocks for n in b.nodes]
+    ranks = TensorRanks(stage="s", position=position, size=2, kind="context")
+    parts = captured.analysis.sharding.context
+    cut, added, (loss,) = cut_graph(captured, parts, ranks, own, outputs=(str(captured.op_graph.loss),))
+    return _with_added(dataclasses.replace(stage, captured=cut), added, loss), ranks
+
+
+def _with_added(stage: TestStage, added: Mapping[str, str], loss: str) -> TestStage:
+    """Return a stage with the code of a graph in which operators were put."""
+    blocks = [b for b in stage.graph.blocks if b.name in stage.blocks]
+    more = {b.name: [n for n, beside in added.items() if beside in b.nodes] for b in blocks}
+    blocks = [dataclasses.replace(b, nodes=(*b.nodes, *more[b.name])) for b in blocks]
+    function = build_stage_function(stage.captured, [n for b in blocks for n in b.nodes], (loss,))
+    if function.choice is not None:
+        function.choice.use(stage.captured.analysis.unpadded)
+    function = dataclasses.replace(function, outputs=(str(stage.captured.op_graph.loss),))
     graph = dataclasses.replace(stage.graph, blocks=tuple(blocks))
-    return dataclasses.replace(
-        stage, captured=sharded_graph, graph=graph, function=function, state=state
-    ), ranks
+    return dataclasses.replace(stage, graph=graph, function=function)
 
 
 def _leave_rows(cuda: FakeCuda) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from gpp_benchmarks._exactness_kept import kept_draw
 from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family, with_in_flight
 from gpp_plugin.ir.plan import PipelinePlan
+from gpp_plugin.runtime.tensor_ranks import TensorRanks
 from tests.nccl import planted
 from tests.nccl.collect_plans import read_plans
 from tests.nccl.coverage_counts import Counts, Tell, check_runs, check_waits, everything, report
@@ -26,6 +27,7 @@ from tests.nccl.recording import Run, record_rank
 from tests.nccl.test_plans import ahead, with_more_edges, with_units
 from tests.runtime.memory_stages import (
     MemoryPlan,
+    TestStage,
     Trainer,
     chunks,
     make_stage,
@@ -213,10 +215,20 @@ def test_captured_code_under_every_memory_plan(name: str, is_split: bool) -> Non
         assert all(map(torch.equal, found["gradients"], numbers[0]["gradients"]))
 
 
-@pytest.mark.parametrize(("name", "is_split"), [("gpt2", False), ("llama", True)])
-def test_captured_code_of_tensor_ranks_under_every_memory_plan(name: str, is_split: bool) -> None:
+@pytest.mark.parametrize(
+    ("make", "name", "is_split"),
+    [
+        (planted.in_parts, "gpt2", False),
+        (planted.in_parts, "llama", True),
+        (planted.in_context, "gpt2", True),
+        (planted.in_context, "llama", False),
+    ],
+)
+def test_captured_code_of_ranks_of_the_same_samples_under_every_memory_plan(
+    make: Callable[[TestStage], tuple[TestStage, TensorRanks]], name: str, is_split: bool
+) -> None:
     """Sums under way beside what comes back from the host or is made again: no races, and the same numbers."""
-    stage, ranks = planted.in_parts(make_stage(name, granularity="layer", start=0.4))
+    stage, ranks = make(make_stage(name, granularity="layer", start=0.4))
     numbers = []
     for plan in (None, plan_swap(stage), plan_both(stage, 1)):
 

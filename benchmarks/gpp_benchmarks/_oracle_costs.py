@@ -12,8 +12,9 @@ float32, with a gradient and samples along its first axis.
              link in (each holds it for bytes / bandwidth), then takes the latency; the stages' gradients are reduced
              by a ring behind the last backward, then all ranks step: they read gradients and write parameters
 
-The ranks of a stage of tensor size t are rows of t, which run every task as one; times and bytes of such stages are the
-caller's (`_tensor_oracle`). Receiver l of a row is sent the whole message by sender l mod t of the other's.
+The ranks of a stage of c context x t tensor ranks are rows of c t, which run every task as one; times and bytes of such
+stages are the caller's (`_tensor_oracle`). Receiver l of a row is sent the whole message by sender l mod (c t) of the
+other's.
 
 Two stages of 10 + 20 us, two micro-batches, messages free; stage 0 holds 2, stage 1 holds 1:
 
@@ -113,8 +114,8 @@ def local_samples(stage: Stage) -> int:
 
 
 def rows_of(stage: Stage) -> tuple[int, ...]:
-    """Return the first rank of each row of tensor ranks: every rank where the tensor size is 1."""
-    return stage.ranks[:: stage.tensor]
+    """Return the first of the ranks of each data position: every rank without context and tensor ranks."""
+    return stage.ranks[:: stage.context * stage.tensor]
 
 
 def _stage_bytes(own: Sequence[BlockCost], local: int, in_flight: int) -> int:
@@ -246,12 +247,12 @@ def _messages(plan: PipelinePlan) -> dict[MessageKey, Sent]:
                 samples[owner(sender, way, sample), owner(receiver, way, sample)].append(sample)
             for (src, dst), sent in samples.items():
                 first = sender.ranks.index(src[0]), receiver.ranks.index(dst[0])
-                for place in range(receiver.tensor):
+                for place in range(receiver.context * receiver.tensor):
                     found[direction, number, sent[0], place] = (
                         src,
                         dst,
                         len(sent) * edge.bytes_per_sample,
-                        sender.ranks[first[0] + place % sender.tensor],
+                        sender.ranks[first[0] + place % (sender.context * sender.tensor)],
                         receiver.ranks[first[1] + place],
                     )
     return found
@@ -328,8 +329,8 @@ def _link(cluster: Cluster, rank: int, other: int) -> Link:
 
 def stage_reduce_us(stage: Stage, cluster: Cluster) -> float:
     """Return the all-reduce of a stage's gradients."""
-    rows = rows_of(stage)
-    return all_reduce_us(cluster, rows, stage.gradient_bytes) if stage.gradient_bytes else 0.0
+    same = stage.ranks[:: stage.tensor]  # they hold the same parameters
+    return all_reduce_us(cluster, same, stage.gradient_bytes) if stage.gradient_bytes else 0.0
 
 
 def stage_update_us(stage: Stage, cluster: Cluster) -> float:

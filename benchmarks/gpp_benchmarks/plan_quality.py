@@ -320,11 +320,11 @@ def check_unlike(seed: int) -> dict[str, Any]:
     return _compared("unlike", seed, unlike_request(seed), best_unlike_us)
 
 
-def check_tensor(seed: int, planner: str = "auto") -> dict[str, Any]:
-    """Compare `auto`, which chooses tensor sizes, with brute force on one random graph whose blocks can be divided."""
-    request = tensor_request(seed)
+def check_tensor(seed: int, planner: str = "auto", *, has_context: bool = False) -> dict[str, Any]:
+    """Compare `auto`, which chooses context and tensor sizes, with brute force on one random graph."""
+    request = tensor_request(seed, has_context=has_context)
     begin = time.process_time()
-    whole = _step_us(planner, dataclasses.replace(request, tensor_parallel=1))
+    whole = _step_us(planner, dataclasses.replace(request, tensor_parallel=1, sequence_parallel=1))
     whole_seconds = time.process_time() - begin
     row = _compared("tensor", seed, request, best_tensor_us, planner=planner)
     return {**row, "whole_us": whole, "whole_seconds": round(whole_seconds, 3)}

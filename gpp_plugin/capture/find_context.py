@@ -255,6 +255,8 @@ class _Search:
             if length > 1:
                 return _Cut(False, 0, (length,) * samples)
             raise NotSharded("reads one position")
+        if isinstance(layout, Rows) and layout.outer > 1:
+            raise NotSharded("reads rows of all samples of one position after the other")
         is_packed = isinstance(layout, Rows) and layout.axis == 0 and layout.rows > 1
         is_packed |= isinstance(layout, Whole) and shape[0] not in (1, self.num_samples)
         if len(shape) < 2 or not is_packed:
@@ -263,12 +265,9 @@ class _Search:
 
     def _look_at_attention(self, node: fx.Node) -> bool:
         """Have attention, or the products that it is made of, read all positions of some heads."""
-        if node.target is _ATTENTION:
-            query = node.args[0]
-        elif node.target in _PRODUCTS and self._is_of_heads(node):
-            query = node.args[0]
-        else:
+        if node.target is not _ATTENTION and not (node.target in _PRODUCTS and self._is_of_heads(node)):
             return False
+        query = node.args[0]
         assert isinstance(query, fx.Node)
         axis = self._heads_axis(query)
         if axis is None:
@@ -323,33 +322,28 @@ class _Search:
                 or math.prod(shape) * wanted.parts[0] != size * shape[axis]
             ):
                 continue
-            first = _Cut(True, axis, (shape[axis],)) if shape[axis] > 1 else None
+            first = _Cut(True, axis, (shape[axis],))
             found = self._repeated(node, first, chain[::-1], wanted.parts[0])
             if found and found[chain[0]].result == wanted:
                 self.parts |= found
                 return
 
     def _repeated(
-        self, source: fx.Node, cut: _Cut | None, chain: Sequence[fx.Node], heads: int
+        self, source: fx.Node, cut: _Cut, chain: Sequence[fx.Node], heads: int
     ) -> dict[fx.Node, _Part]:
         """Return operators that repeat groups for so many heads, in order, as parts; empty where they cannot be."""
         found: dict[fx.Node, _Part] = {}
         for node in chain:
-            if cut is None:
-                return {}
             try:
                 made, _ = self._tried(node, rule_of(node), {source: cut})
             except (NotSharded, NeedsParts):
                 return {}
             if not isinstance(made, AxisCut):
                 return {}
-            found[node] = _Part(
-                result=_Cut(True, made.axis, made.parts),
-                operands={source: cut},
-                heads=heads,
-                groups={source: cut.parts[0]} if cut.parts[0] != heads else {},
-            )
-            source, cut = node, found[node].result
+            groups = {source: cut.parts[0]} if cut.parts[0] != heads else {}
+            operands, result = {source: cut}, _Cut(True, made.axis, made.parts)
+            found[node] = _Part(result=result, operands=operands, heads=heads, groups=groups)
+            source, cut = node, result
         return found
 
     def _follow(self, node: fx.Node) -> None:
@@ -362,7 +356,7 @@ class _Search:
         states = {each: state for each in node.all_input_nodes if (state := self._state(each)) is not None}
         for is_heads, rule_for in ((False, context_rule_of), (True, rule_of)):
             own = {each: state for each, state in states.items() if state.is_heads == is_heads}
-            if node.target in _PRODUCTS and not is_heads and node.args[0] in own:
+            if node.target in (*_PRODUCTS, _ATTENTION) and not is_heads and node.args[0] in own:
                 own = {each: state for each, state in own.items() if each is node.args[0]}
             try:
                 if own:
@@ -440,7 +434,6 @@ class _Search:
         if any(user in self.parts and self.parts[user].groups.get(node) for user in node.users):
             return
         for known in self._operand_cuts(node, cut):
-            before = self.parts.pop(node, None)
             try:
                 self._apply(node, rule_of(node) if cut.is_heads else context_rule_of(node), known)
             except (NotSharded, NeedsParts):
@@ -449,7 +442,6 @@ class _Search:
                 self.whole.pop(node, None)
                 return
             del self.parts[node]
-            assert before is None
 
     def _operand_cuts(self, node: fx.Node, cut: _Cut) -> Iterator[dict[fx.Node, _Cut]]:
         """Yield cuts of an operator's operands, one of each, that its result may be cut by."""

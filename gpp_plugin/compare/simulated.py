@@ -33,9 +33,9 @@ from gpp_plugin.plan.costs.estimate import finished_plan
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.memory.fitting import recompute_fully
 from gpp_plugin.plan.registry import make_plan, run_planner
-from gpp_plugin.plan.request import PlanRequest, check_request, one_stage_a_rank, unlimited
+from gpp_plugin.plan.request import PlanRequest, one_stage_a_rank, unlimited
 from gpp_plugin.plan.selection import memory_excess
-from gpp_plugin.plan.validate_plan import validate_for
+from gpp_plugin.plan.validate_plan import check_request, validate_for
 from gpp_plugin.report.units import format_bytes
 
 # The best chain of our own tools: what a model reaches without a graph of stages, everything else being equal.

@@ -15,6 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from gpp_plugin.config.key_names import place_of
+from gpp_plugin.errors import ConfigError
+from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
+
 
 class KeyVerdict(enum.Enum):
     """What becomes of a key."""
@@ -128,3 +132,37 @@ def configured_keys(config: Mapping[str, Any], block: str = "") -> Iterator[tupl
             is_on = value.get("enabled", path in ("weight_quantization", "timers.throughput"))
             if "enabled" not in names_in(path) or is_on not in (False, None, "auto"):
                 yield from configured_keys(value, path)
+
+
+def sequence_size(config: Mapping[str, Any], own: object) -> int | None:
+    """Return the context size that DeepSpeed's own key says, or the block that projects ship for ALST; None: neither.
+
+    Args:
+        own: what the `graph_pipeline` block says; None: nothing.
+
+    Raises:
+        ConfigError: a value is not possible, or two say different sizes.
+
+    >>> sequence_size({"sequence_parallel": {"enabled": True, "size": 4, "mode": "ulysses"}}, None)
+    4
+    """
+    found: dict[str, Any] = {"sequence_parallel_size": config.get("sequence_parallel_size")}
+    block = config.get("sequence_parallel")
+    if isinstance(block, Mapping) and block.get("enabled") is not False:
+        found["sequence_parallel.size"] = block.get("size")
+        if block.get("mode") not in (None, "auto", "ulysses"):
+            raise ConfigError(
+                f'sequence_parallel.mode: {show(block["mode"])} is not possible; write "ulysses", which '
+                "exchanges heads for positions, or remove it"
+            )
+    said, size = {} if own is None else {place_of("sequence_parallel"): own}, None
+    for key, value in found.items():
+        if value is None or value is False or value == "auto":
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
+            raise ConfigError(f"{key}: {show(value)} is not valid; write a whole number of at least 1")
+        for other, known in said.items():
+            if known != value:
+                raise ConfigError(f"{key}: {value}, and {other} is {show(known)}; keep one of them")
+        size = said[key] = value
+    return size

@@ -31,7 +31,7 @@ from gpp_plugin.config.block import (
     LengthsConfig,
     PlanOptions,
 )
-from gpp_plugin.config.deepspeed_keys import home_of
+from gpp_plugin.config.deepspeed_keys import home_of, sequence_size
 from gpp_plugin.config.key_names import SchemaKey, all_keys, name_of, place_of, setting_of
 from gpp_plugin.errors import ConfigError, ReadError
 from gpp_plugin.ir import serialize
@@ -41,8 +41,6 @@ from gpp_plugin.ir.typed_leaves import MOST_COUNT, show
 from gpp_plugin.plugins import SCHEDULES, find_schedule
 
 logger = logging.getLogger(__name__)
-SEQUENCE_SIZE = "sequence_parallel_size"
-"""DeepSpeed's own key of the context size."""
 
 # A DeepSpeed configuration as a dict, from all that `deepspeed.initialize` takes.
 
@@ -125,44 +123,14 @@ def read_config(ds_config: Mapping[str, Any] | str | Path) -> GraphPipelineConfi
         )
     with _one_line_a_problem():
         config = GraphPipelineConfig.model_validate(_with_new_names(block))
-    config = _with_sequence_parallel(config, plain)
+    own = config.sequence_parallel if "sequence_parallel" in config.model_fields_set else None
+    size = sequence_size(plain, own)
+    config = config if size is None else config.model_copy(update={"sequence_parallel": size})
     config = _check_together(config)
     zero = plain.get("zero_optimization")
     if isinstance(zero, Mapping) and zero.get("stage") is not None:
         config = config.model_copy(update={"zero": None})  # what is named there holds
     return config if config.enabled else None
-
-
-def _with_sequence_parallel(config: GraphPipelineConfig, plain: Mapping[str, Any]) -> GraphPipelineConfig:
-    """Return a block with the context size that DeepSpeed's own keys, or ALST's block, say.
-
-    Raises:
-        ConfigError: a value is not possible, or two say different sizes.
-    """
-    # {"sequence_parallel": {"enabled": true, "size": 4, "mode": "ulysses"}} is what projects ship for ALST; DeepSpeed
-    # itself has the key `sequence_parallel_size`.
-    found: dict[str, Any] = {SEQUENCE_SIZE: plain.get(SEQUENCE_SIZE)}
-    block = plain.get("sequence_parallel")
-    if isinstance(block, Mapping) and block.get("enabled") is not False:
-        found["sequence_parallel.size"] = block.get("size")
-        if block.get("mode") not in (None, "auto", "ulysses"):
-            raise ConfigError(
-                f'sequence_parallel.mode: {show(block["mode"])} is not possible; write "ulysses", which '
-                "exchanges heads for positions, or remove it"
-            )
-    own, path = config.sequence_parallel, ""
-    for key, value in found.items():
-        if value is None or value is False or value == "auto":
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MOST_COUNT:
-            raise ConfigError(f"{key}: {show(value)} is not valid; write a whole number of at least 1")
-        if "sequence_parallel" in config.model_fields_set or path:
-            if value != own:
-                raise ConfigError(
-                    f"{key}: {value}, and {path or place_of('sequence_parallel')} is {show(own)}; keep one of them"
-                )
-        own, path = value, key
-    return config.model_copy(update={"sequence_parallel": own}) if path else config
 
 
 def _with_new_names(block: Mapping[Any, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ Tests: tests/capture/test_sharding.py
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gpp_plugin.ir.block_graph import Block, BlockGraph, BlockSharding, OpGraph, OpNode
@@ -496,19 +496,7 @@ def _sharding(
     own = [nodes[name] for name in block.nodes]
     held = [p for p in graph.parameters if p.name in cut]
     gathered = {part.gathered for part in sequence.values() if part.gathered}
-    inside_names = frozenset(block.nodes)
-    # A storage is saved once, by however many: in parts where all keep them. A region keeps its results, and of what is
-    # gathered for it alone the rank's part. Whole is what several read whole, and what another block makes for a
-    # region: in another stage it would be received whole.
-    kept: dict[str, tuple[int, bool]] = {}
-    for node in own:
-        read = results | (sequence[node.name].operands.keys() if node.name in sequence else gathered)
-        for maker, size in node.keeps:
-            names = [n for n in node.inputs if maker in (n, nodes[n].storage if n in nodes else n)]
-            is_part = read.issuperset(names) if names else node.name in parts
-            is_part &= node.name in sequence or maker in inside_names
-            kept[maker] = size, is_part and kept.get(maker, (0, True))[1]
-    saved = {maker: size for maker, (size, is_part) in kept.items() if is_part}
+    saved = _kept_in_parts(own, nodes, sequence, results, parts, gathered)
     inside = sum(node.kept_inside_bytes for node in own if node.name in parts)
     joined = {part.joins for part in own_parts if part.joins}
     summed = [_bytes(graph, name) for region in regions for name in region.sums if name not in joined]
@@ -544,6 +532,7 @@ def _sharding(
         fresh = [name for name in part.operands if name not in sequence and name not in sliced]
         sliced.update(fresh)
         backward += [_bytes(graph, name) for name in fresh if has_gradient(graph, nodes, name)]
+    inside_names = frozenset(block.nodes)
     outside = {name for node in graph.nodes if node.name not in inside_names for name in node.inputs}
     return BlockSharding(
         block=block.name,
@@ -551,9 +540,7 @@ def _sharding(
         flop_share=min(flops / block.flops, 1.0) if block.flops else 0.0,
         parameter_bytes=sum(p.bytes for p in held),
         trainable_bytes=sum(p.bytes for p in held if p.requires_grad),
-        saved_share=min((sum(saved.values()) + inside) / block.saved_bytes, 1.0)
-        if block.saved_bytes
-        else 0.0,
+        saved_share=min((saved + inside) / block.saved_bytes, 1.0) if block.saved_bytes else 0.0,
         forward_sums=len(summed),
         forward_sum_bytes=sum(summed),
         backward_sums=len(shared),
@@ -575,6 +562,34 @@ def has_gradient(graph: OpGraph, nodes: Mapping[str, OpNode], name: str) -> bool
     if node is not None:
         return node.output is not None and node.output.requires_grad
     return any(p.requires_grad and name in (p.name, *p.aliases) for p in graph.parameters)
+
+
+def _kept_in_parts(
+    own: Sequence[OpNode],
+    nodes: Mapping[str, OpNode],
+    sequence: Mapping[str, SequencePart],
+    results: Collection[str],
+    parts: Collection[str],
+    gathered: Collection[str],
+) -> int:
+    """Return the bytes of what a block's operators keep of which each rank keeps its part.
+
+    Args:
+        results: of its regions; ``parts``: and its operators on parts of the positions.
+        gathered: what one region alone reads whole of a tensor in parts.
+    """
+    # A storage is saved once, by however many: in parts where all keep them. A region keeps its results, and of what is
+    # gathered for it alone the rank's part. Whole is what several read whole, and what another block makes for a
+    # region: in another stage it would be received whole.
+    inside, kept = {node.name for node in own}, dict[str, tuple[int, bool]]()
+    for node in own:
+        read = {*results, *(sequence[node.name].operands if node.name in sequence else gathered)}
+        for maker, size in node.keeps:
+            names = [n for n in node.inputs if maker in (n, nodes[n].storage if n in nodes else n)]
+            is_part = read.issuperset(names) if names else node.name in parts
+            is_part &= node.name in sequence or maker in inside
+            kept[maker] = size, is_part and kept.get(maker, (0, True))[1]
+    return sum(size for size, is_part in kept.values() if is_part)
 
 
 def _bytes(graph: OpGraph, name: str) -> int:

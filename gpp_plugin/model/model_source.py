@@ -55,6 +55,7 @@ from gpp_plugin.model.preparation import (
     Setting,
     check_config,
     check_files,
+    check_shared_out,
     check_ties,
     explicit_stages,
     fewest_samples,
@@ -86,7 +87,7 @@ from gpp_plugin.runtime.stage_module import (
     WatchedModule,
     joined_module,
 )
-from gpp_plugin.runtime.tensor_ranks import check_shared_out, describe_whole, parameter_shards
+from gpp_plugin.runtime.tensor_ranks import describe_whole, parameter_shards
 
 logger = logging.getLogger(__name__)
 

@@ -626,3 +626,24 @@ def check_config(graph: StageGraph, config: GraphPipelineConfig) -> None:
         if wrong:
             value = getattr(config, key)
             raise ConfigError(f"graph_pipeline.{key}: {value!r} with stage graph {graph.name!r}: {fix}")
+
+
+def check_shared_out(reference: Reference, config: GraphPipelineConfig) -> None:
+    """Refuse tensor ranks, or context ranks, for a model of which nothing can be shared out among them.
+
+    Raises:
+        ConfigError: names the operator that is in the way.
+    """
+    graph = reference.block_graph
+    for key, known, reasons, what in (
+        ("tensor_parallel", graph.sharding, graph.undivided, "tensor ranks: {}"),
+        ("sequence_parallel", graph.context, graph.uncut, "context ranks: {}"),
+    ):
+        requested = getattr(config, key)
+        if requested in (1, "auto") or known:
+            continue
+        why = next(iter(reasons.values()), "it has no linear operators with an axis of positions")
+        raise ConfigError(
+            f"graph_pipeline.{key} is {requested!r} and nothing of {graph.model} can be shared out among "
+            f'{what.format(why)}; set it to 1, or to "auto" for what can be'
+        )

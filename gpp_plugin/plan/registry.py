@@ -19,19 +19,10 @@ from gpp_plugin.plan.baselines.data_parallel import best_unit, closed, plain_pla
 from gpp_plugin.plan.costs.memory_formula import complete_plan
 from gpp_plugin.plan.explicit_plan import to_asynchronous
 from gpp_plugin.plan.heterogeneous_devices import best_over_orders, exchange_stages
-from gpp_plugin.plan.request import (
-    AXES,
-    BAND,
-    Axis,
-    GridRules,
-    PlanRequest,
-    check_request,
-    grid_rules,
-    one_stage_a_rank,
-)
+from gpp_plugin.plan.request import AXES, BAND, Axis, GridRules, PlanRequest, grid_rules, one_stage_a_rank
 from gpp_plugin.plan.selection import simplest
 from gpp_plugin.plan.tied_blocks import joined_request, parted
-from gpp_plugin.plan.validate_plan import validate_for
+from gpp_plugin.plan.validate_plan import check_request, validate_for
 from gpp_plugin.plugins import PLANNERS, find_planner, planning_schedule
 
 PLACING = ("auto", "graphpipe")

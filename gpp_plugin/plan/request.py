@@ -18,14 +18,13 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from gpp_plugin.config.key_names import name_of, place_of, setting_of
-from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
-from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
+from gpp_plugin.config.key_names import place_of, setting_of
+from gpp_plugin.errors import PlanError
+from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import ALONE, LOSS_KEY, ModelGrid
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.tensors import LayoutKind, divisors, nearest_divisors
-from gpp_plugin.ir.typed_leaves import MOST_COUNT
+from gpp_plugin.ir.tensors import LayoutKind, divisors
 
 UNLIMITED = 1 << 62
 """More bytes than any device has: two of them still fit in 64 bits."""
@@ -153,150 +152,6 @@ def unlimited(request: PlanRequest) -> PlanRequest:
         memory_optimization=(),
         cluster=request.cluster.with_memory(UNLIMITED),
     )
-
-
-def check_request(request: PlanRequest) -> None:
-    """Refuse what no planner could answer.
-
-    Raises:
-        PlanError: a value contradicts another one or the graph.
-        PlanInfeasible: more stages than blocks or ranks.
-    """
-    # Once, here, so that planners may count on it. Samples divide twice: 48 in a mini-batch, 8 in a loss unit, 12 in
-    # a stage's micro-batch pass (48 = 6 * 8 = 4 * 12); a unit of 10 or a micro-batch of 9 would leave a rest that no
-    # task computes. 12 and 8 need not divide each other: a stage without coupled blocks does not see units.
-    r = request
-    num_blocks = len(r.graph.blocks)
-    if num_blocks == 0:
-        raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
-    try:
-        r.profile.check([block.name for block in r.graph.blocks])
-    except ProfileError as error:
-        raise PlanError(str(error)) from error
-    if not 1 <= r.num_ranks <= len(r.cluster.devices):
-        raise PlanError(
-            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {len(r.cluster.devices)} "
-            "devices; change the number of ranks or the cluster description"
-        )
-    counts = {"mini_batch": r.mini_batch, "loss_unit": r.loss_unit, "stages": r.num_stages}
-    counts |= {"data_parallel": r.data_parallel, "virtual_stages": r.virtual_stages}
-    for key, count in counts.items():
-        if count is not None and not 1 <= count <= MOST_COUNT:
-            raise PlanError(f"{place_of(key)}: {count} is not valid; give 1 to {MOST_COUNT}")
-    if r.mini_batch % r.loss_unit:
-        raise PlanError(
-            f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
-            f"{name_of('mini_batch')} must be a multiple of {name_of('loss_unit')}"
-        )
-    if r.schedule not in ("1f1b", "gpipe"):
-        raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
-    if r.mode not in ("sync", "async"):
-        raise PlanError(f"no mode {r.mode!r}; choose sync or async")
-    most = 2 if r.mode == "async" else 3
-    if not 0 <= r.zero_stage <= most:
-        why = " in mode async, which needs several versions of the weights at a time" if most == 2 else ""
-        raise PlanError(f"{place_of('zero')}: {r.zero_stage} is not valid{why}; give 0 to {most}")
-    if r.vertical_sync and r.mode == "sync":
-        raise PlanError(
-            f"{place_of('vertical_sync')}: has no meaning in mode sync, where all stages step at once; write "
-            f"{setting_of('mode', 'async')} or remove it"
-        )
-    for axis in AXES if r.mode == "async" else ():
-        if axis.wanted(r) not in (1, None):
-            raise PlanError(
-                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible in mode async, which is planned "
-                f"without {axis.ranks}; write {setting_of(axis.key, 1)}, or {setting_of('mode', 'sync')}"
-            )
-    unknown = set(r.memory_optimization) - {"recompute", "swap"}
-    if unknown:
-        raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
-    _check_counts(r, num_blocks)
-    _check_sharing(r, num_blocks)
-    for key, size in (r.micro_batch_sizes or {}).items():
-        if size < 1 or r.mini_batch % size:
-            raise PlanError(
-                f"{place_of('micro_batch_sizes', *([] if key == '*' else [key]))}: {size} does not divide "
-                f"{name_of('mini_batch')} {r.mini_batch}; give "
-                f"{' or '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
-            )
-
-
-def _check_counts(r: PlanRequest, num_blocks: int) -> None:
-    """Refuse numbers of stages and degrees that ranks and blocks cannot have."""
-    if r.num_stages is not None and r.num_stages > num_blocks:
-        raise PlanInfeasible(
-            f"{place_of('stages')}: {r.num_stages} is more than the {num_blocks} blocks of the model; "
-            f"write {setting_of('stages', num_blocks)}{finer_advice(r, r.num_stages)}"
-        )
-    if r.data_parallel is not None and r.num_ranks % r.data_parallel:
-        raise PlanInfeasible(
-            f"{place_of('data_parallel')}: {r.data_parallel} does not divide {r.num_ranks} ranks; give "
-            f"{' or '.join(map(str, nearest_divisors(r.num_ranks, r.data_parallel)))}"
-        )
-    if (
-        r.data_parallel is not None
-        and r.num_stages is not None
-        and not r.may_share_ranks
-        and r.tensor_parallel == r.sequence_parallel == 1
-        and r.data_parallel * r.num_stages != r.num_ranks
-    ):
-        raise PlanInfeasible(
-            f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
-            f"not {r.num_ranks}; change {name_of('stages')}, {name_of('data_parallel')} or the number of ranks"
-        )
-
-
-def finer_advice(r: PlanRequest, num_stages: int) -> str:
-    """Return advice to cut the model finer, where that can make so many blocks; "" where it cannot."""
-    finer = GRANULARITIES[GRANULARITIES.index(r.granularity) + 1 :]
-    # graphs that are only described have no operators: what a finer one has is unknown
-    most = sum(len(block.nodes) for block in r.graph.blocks) or num_stages
-    if not finer or most < num_stages:
-        return ""
-    return "".join(f", or {setting_of('granularity', one)}" for one in finer)
-
-
-def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
-    """Refuse virtual stages that ranks, blocks or the mode cannot have."""
-    # With v stages on each of p groups of d ranks, N = p d, there are v p stages: at most all blocks, and as many as
-    # are wanted. Without d any divisor of N may be meant; the fewest stages of a pipeline are then 2 v.
-    virtual = r.virtual_stages
-    if not r.may_share_ranks:
-        return
-    for axis in AXES if r.must_share_ranks else ():
-        if axis.wanted(r) not in (1, None):
-            raise PlanError(
-                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible where ranks hold several stages; "
-                f"write {setting_of('virtual_stages', 1)} and {setting_of('stages', r.num_ranks)} or less, or "
-                f"{setting_of(axis.key, 1)}"
-            )
-    if r.mode == "async":
-        wrong = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else "stages"
-        raise PlanError(
-            f"{place_of(wrong)}: mode async has one stage a rank; write {setting_of('virtual_stages', 1)}, "
-            f"{setting_of('colocate', 'off')} and {setting_of('stages', r.num_ranks)} or less, or "
-            f"{setting_of('mode', 'sync')}"
-        )
-    if virtual is None or virtual == 1:
-        return
-    degrees = [d for d in range(1, r.num_ranks + 1) if r.num_ranks % d == 0 and r.data_parallel in (None, d)]
-    degrees = [d for d in degrees if d < r.num_ranks] or degrees  # one group alone is no pipeline
-    counts = {virtual * (r.num_ranks // d): d for d in degrees}
-    if r.num_stages is not None and r.num_stages not in counts:
-        possible = " or ".join(str(count) for count in sorted(counts))
-        raise PlanInfeasible(
-            f"{place_of('stages')}: {r.num_stages} is not possible with {setting_of('virtual_stages', virtual)}, "
-            f"which makes {possible} stages on {r.num_ranks} ranks; change {name_of('stages')}, "
-            f"{name_of('virtual_stages')} or {name_of('data_parallel')}"
-        )
-    fewest = min(counts) if r.num_stages is None else r.num_stages
-    if fewest > num_blocks:
-        degree = "" if r.data_parallel is None else f" with {setting_of('data_parallel', r.data_parallel)}"
-        raise PlanInfeasible(
-            f"{place_of('virtual_stages')}: {virtual} on {r.num_ranks} ranks{degree} makes at least "
-            f"{fewest} stages and the model has {num_blocks} blocks; write "
-            f"{setting_of('virtual_stages', max(num_blocks * virtual // fewest, 1))}{finer_advice(r, fewest)}"
-        )
 
 
 LIMIT_DIGITS = 4
@@ -427,22 +282,34 @@ def grid_rules(request: PlanRequest) -> GridRules:
     most = min(most, request.num_ranks)
     grids = [ModelGrid(c, t) for c in context.sizes for t in tensor.sizes if c * t <= most]
     grids.sort(key=lambda grid: (grid.size, grid.tensor))
-    heads, shards = CONTEXT.degrees(request.graph), TENSOR.degrees(request.graph)
+    shards = TENSOR.degrees(request.graph)
     refused, divided = {}, {}
     for grid in grids:
         unfit = context.refused.get(grid.context, frozenset()) | tensor.refused.get(grid.tensor, frozenset())
         if min(grid) > 1:
-            unfit |= {
-                name
-                for name, own in heads.items()
-                if grid.tensor in shards.get(name, ()) and grid.size not in own
+            apart = {
+                each.block
+                for each in request.graph.context
+                if grid.tensor in shards.get(each.block, ()) and not divides_heads(each, grid)
             }
+            both = context.divided[grid.context] & tensor.divided[grid.tensor] & apart
+            if both and not context.is_open and not tensor.is_open:
+                raise PlanError(
+                    f"{place_of(CONTEXT.key)}: {grid.context} beside {setting_of(TENSOR.key, grid.tensor)} does not "
+                    f"divide the heads of block {min(both)!r}; make one smaller"
+                )
+            unfit |= apart
         if unfit:
             refused[grid] = unfit
         if grid.size > 1:
             sets = context.divided.get(grid.context), tensor.divided.get(grid.tensor)
             divided[grid] = tuple(each for each in sets if each is not None)
     return GridRules(grids=tuple(grids), refused=refused, divided=divided, ways=_ways(context, tensor, grids))
+
+
+def divides_heads(cut: BlockSharding, grid: ModelGrid) -> bool:
+    """Return whether context x tensor ranks divide the heads of a block."""
+    return grid.size in cut.degrees
 
 
 def _ways(context: _SizeRules, tensor: _SizeRules, grids: Sequence[ModelGrid]) -> tuple[ModelGrid, ...]:

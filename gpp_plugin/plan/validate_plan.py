@@ -1,4 +1,4 @@
-"""An evaluator of plans that shares no code with the planners: recomputes everything it checks."""
+"""An evaluator of plans that recomputes everything it checks, without the planners' code; what requests must be."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from collections.abc import Sequence
 
 import networkx as nx
 
-from gpp_plugin.config.key_names import name_of
-from gpp_plugin.errors import PlanError, PlanInfeasible
-from gpp_plugin.ir.block_graph import BlockGraph
+from gpp_plugin.config.key_names import name_of, place_of, setting_of
+from gpp_plugin.errors import PlanError, PlanInfeasible, ProfileError
+from gpp_plugin.ir.block_graph import GRANULARITIES, BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.ir.profile import Profile
-from gpp_plugin.ir.tensors import LayoutKind
+from gpp_plugin.ir.tensors import LayoutKind, nearest_divisors
+from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
-from gpp_plugin.plan.request import PlanRequest
+from gpp_plugin.plan.request import AXES, PlanRequest, divides_heads
 
 
 def validate_plan(
@@ -144,16 +145,14 @@ def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
                     f"divided by {', '.join(map(str, degrees[own[0]]))}, nor any other of its blocks; plan again"
                 )
 
-    heads, shards = (
-        {each.block: each.degrees for each in known} for known in (graph.context, graph.sharding)
-    )
+    shards = {each.block: each.degrees for each in graph.sharding}
     for stage in plan.stages:
-        for name in stage.blocks if min(stage.grid) > 1 else ():
-            divides = stage.tensor in shards.get(name, ()) and stage.context in heads.get(name, ())
-            if divides and stage.model_parallel not in heads[name]:
+        for each in graph.context if min(stage.grid) > 1 else ():
+            both = each.block in stage.blocks and stage.tensor in shards.get(each.block, ())
+            if both and stage.context in each.degrees and not divides_heads(each, stage.grid):
                 raise PlanError(
                     f"stage {stage.name!r}: context x tensor sizes of {stage.context} x {stage.tensor} do not divide "
-                    f"the heads of block {name!r}, which {', '.join(map(str, heads[name]))} do; plan again"
+                    f"the heads of block {each.block!r}; plan again with smaller ones"
                 )
 
 
@@ -301,8 +300,9 @@ def _tensor_shares(
         saved[block.name] -= saving * each.saved_share
     for each in graph.context if stage.context > 1 else ():
         if stage.context in each.degrees:
-            of_tensor_rank = each.groups // stage.tensor if each.groups % stage.tensor == 0 else each.groups
-            more = stage.context // math.gcd(stage.context, of_tensor_rank) - 1 if each.groups else 0
+            sharded = any(s.block == each.block and stage.tensor in s.degrees for s in graph.sharding)
+            groups = each.groups // stage.tensor if sharded else each.groups
+            more = stage.context // math.gcd(stage.context, groups) - 1 if groups else 0
             share = 1.0 - (1.0 - 1.0 / stage.context) * each.saved_share
             more_bytes = more * each.group_bytes + each.twice_bytes
             share += more_bytes / stage.context / max(graph.block(each.block).saved_bytes, 1)
@@ -381,3 +381,150 @@ def validate_for(plan: PipelinePlan, request: PlanRequest) -> None:
         memory_limit_bytes=request.memory_limit_bytes,
         zero_stage=request.zero_stage,
     )
+
+
+# What a request must be, before any planner sees it.
+
+
+def check_request(request: PlanRequest) -> None:
+    """Refuse what no planner could answer.
+
+    Raises:
+        PlanError: a value contradicts another one or the graph.
+        PlanInfeasible: more stages than blocks or ranks.
+    """
+    # Once, here, so that planners may count on it. Samples divide twice: 48 in a mini-batch, 8 in a loss unit, 12 in
+    # a stage's micro-batch pass (48 = 6 * 8 = 4 * 12); a unit of 10 or a micro-batch of 9 would leave a rest that no
+    # task computes. 12 and 8 need not divide each other: a stage without coupled blocks does not see units.
+    r = request
+    num_blocks = len(r.graph.blocks)
+    if num_blocks == 0:
+        raise PlanError(f"model {r.graph.model!r} has no blocks to plan; capture it again")
+    try:
+        r.profile.check([block.name for block in r.graph.blocks])
+    except ProfileError as error:
+        raise PlanError(str(error)) from error
+    if not 1 <= r.num_ranks <= len(r.cluster.devices):
+        raise PlanError(
+            f"{r.num_ranks} ranks are wanted and cluster {r.cluster.name!r} has {len(r.cluster.devices)} "
+            "devices; change the number of ranks or the cluster description"
+        )
+    counts = {"mini_batch": r.mini_batch, "loss_unit": r.loss_unit, "stages": r.num_stages}
+    counts |= {"data_parallel": r.data_parallel, "virtual_stages": r.virtual_stages}
+    for key, count in counts.items():
+        if count is not None and not 1 <= count <= MOST_COUNT:
+            raise PlanError(f"{place_of(key)}: {count} is not valid; give 1 to {MOST_COUNT}")
+    if r.mini_batch % r.loss_unit:
+        raise PlanError(
+            f"the loss unit of {r.loss_unit} samples does not divide the mini-batch of {r.mini_batch}; "
+            f"{name_of('mini_batch')} must be a multiple of {name_of('loss_unit')}"
+        )
+    if r.schedule not in ("1f1b", "gpipe"):
+        raise PlanError(f"no schedule {r.schedule!r}; choose 1f1b or gpipe")
+    if r.mode not in ("sync", "async"):
+        raise PlanError(f"no mode {r.mode!r}; choose sync or async")
+    most = 2 if r.mode == "async" else 3
+    if not 0 <= r.zero_stage <= most:
+        why = " in mode async, which needs several versions of the weights at a time" if most == 2 else ""
+        raise PlanError(f"{place_of('zero')}: {r.zero_stage} is not valid{why}; give 0 to {most}")
+    if r.vertical_sync and r.mode == "sync":
+        raise PlanError(
+            f"{place_of('vertical_sync')}: has no meaning in mode sync, where all stages step at once; write "
+            f"{setting_of('mode', 'async')} or remove it"
+        )
+    for axis in AXES if r.mode == "async" else ():
+        if axis.wanted(r) not in (1, None):
+            raise PlanError(
+                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible in mode async, which is planned "
+                f"without {axis.ranks}; write {setting_of(axis.key, 1)}, or {setting_of('mode', 'sync')}"
+            )
+    unknown = set(r.memory_optimization) - {"recompute", "swap"}
+    if unknown:
+        raise PlanError(f"no memory optimization {sorted(unknown)[0]!r}; choose from recompute and swap")
+    _check_counts(r, num_blocks)
+    _check_sharing(r, num_blocks)
+    for key, size in (r.micro_batch_sizes or {}).items():
+        if size < 1 or r.mini_batch % size:
+            raise PlanError(
+                f"{place_of('micro_batch_sizes', *([] if key == '*' else [key]))}: {size} does not divide "
+                f"{name_of('mini_batch')} {r.mini_batch}; give "
+                f"{' or '.join(map(str, nearest_divisors(r.mini_batch, size)))}"
+            )
+
+
+def _check_counts(r: PlanRequest, num_blocks: int) -> None:
+    """Refuse numbers of stages and degrees that ranks and blocks cannot have."""
+    if r.num_stages is not None and r.num_stages > num_blocks:
+        raise PlanInfeasible(
+            f"{place_of('stages')}: {r.num_stages} is more than the {num_blocks} blocks of the model; "
+            f"write {setting_of('stages', num_blocks)}{finer_advice(r, r.num_stages)}"
+        )
+    if r.data_parallel is not None and r.num_ranks % r.data_parallel:
+        raise PlanInfeasible(
+            f"{place_of('data_parallel')}: {r.data_parallel} does not divide {r.num_ranks} ranks; give "
+            f"{' or '.join(map(str, nearest_divisors(r.num_ranks, r.data_parallel)))}"
+        )
+    if (
+        r.data_parallel is not None
+        and r.num_stages is not None
+        and not r.may_share_ranks
+        and r.tensor_parallel == r.sequence_parallel == 1
+        and r.data_parallel * r.num_stages != r.num_ranks
+    ):
+        raise PlanInfeasible(
+            f"{r.num_stages} stages of {r.data_parallel} ranks are {r.num_stages * r.data_parallel} ranks, "
+            f"not {r.num_ranks}; change {name_of('stages')}, {name_of('data_parallel')} or the number of ranks"
+        )
+
+
+def finer_advice(r: PlanRequest, num_stages: int) -> str:
+    """Return advice to cut the model finer, where that can make so many blocks; "" where it cannot."""
+    finer = GRANULARITIES[GRANULARITIES.index(r.granularity) + 1 :]
+    # graphs that are only described have no operators: what a finer one has is unknown
+    most = sum(len(block.nodes) for block in r.graph.blocks) or num_stages
+    if not finer or most < num_stages:
+        return ""
+    return "".join(f", or {setting_of('granularity', one)}" for one in finer)
+
+
+def _check_sharing(r: PlanRequest, num_blocks: int) -> None:
+    """Refuse virtual stages that ranks, blocks or the mode cannot have."""
+    # With v stages on each of p groups of d ranks, N = p d, there are v p stages: at most all blocks, and as many as
+    # are wanted. Without d any divisor of N may be meant; the fewest stages of a pipeline are then 2 v.
+    virtual = r.virtual_stages
+    if not r.may_share_ranks:
+        return
+    for axis in AXES if r.must_share_ranks else ():
+        if axis.wanted(r) not in (1, None):
+            raise PlanError(
+                f"{place_of(axis.key)}: {axis.wanted(r)} is not possible where ranks hold several stages; "
+                f"write {setting_of('virtual_stages', 1)} and {setting_of('stages', r.num_ranks)} or less, or "
+                f"{setting_of(axis.key, 1)}"
+            )
+    if r.mode == "async":
+        wrong = "virtual_stages" if virtual != 1 else "colocate" if r.colocate else "stages"
+        raise PlanError(
+            f"{place_of(wrong)}: mode async has one stage a rank; write {setting_of('virtual_stages', 1)}, "
+            f"{setting_of('colocate', 'off')} and {setting_of('stages', r.num_ranks)} or less, or "
+            f"{setting_of('mode', 'sync')}"
+        )
+    if virtual is None or virtual == 1:
+        return
+    degrees = [d for d in range(1, r.num_ranks + 1) if r.num_ranks % d == 0 and r.data_parallel in (None, d)]
+    degrees = [d for d in degrees if d < r.num_ranks] or degrees  # one group alone is no pipeline
+    counts = {virtual * (r.num_ranks // d): d for d in degrees}
+    if r.num_stages is not None and r.num_stages not in counts:
+        possible = " or ".join(str(count) for count in sorted(counts))
+        raise PlanInfeasible(
+            f"{place_of('stages')}: {r.num_stages} is not possible with {setting_of('virtual_stages', virtual)}, "
+            f"which makes {possible} stages on {r.num_ranks} ranks; change {name_of('stages')}, "
+            f"{name_of('virtual_stages')} or {name_of('data_parallel')}"
+        )
+    fewest = min(counts) if r.num_stages is None else r.num_stages
+    if fewest > num_blocks:
+        degree = "" if r.data_parallel is None else f" with {setting_of('data_parallel', r.data_parallel)}"
+        raise PlanInfeasible(
+            f"{place_of('virtual_stages')}: {virtual} on {r.num_ranks} ranks{degree} makes at least "
+            f"{fewest} stages and the model has {num_blocks} blocks; write "
+            f"{setting_of('virtual_stages', max(num_blocks * virtual // fewest, 1))}{finer_advice(r, fewest)}"
+        )

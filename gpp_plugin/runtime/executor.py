@@ -357,8 +357,11 @@ class StageExecutor:
         mail, recorder = self.mail, self.recorder
         micro_batch = task.micro_batch
         waits = mail.awaited(self.routes.reads[task].waits)
+        # of an empty part nothing comes, but its backward takes part in collectives; else nobody has a gradient
         reads = [
-            compile_reading(reading, mail.inbox, self._device) if reading.groups else None
+            compile_reading(reading, mail.inbox, self._device)
+            if reading.groups or 0 in reading.shape
+            else None
             for reading in self.routes.reads[task].tensors
         ]
         slot = self.routes.slots.get(task, -1)

@@ -31,8 +31,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gpp_plugin.config.block import GraphPipelineConfig
-from gpp_plugin.errors import ConfigError
 from gpp_plugin.ir.analysis import TensorShard, regions_of_stage, sequence_of_stage
 from gpp_plugin.ir.plan import PipelinePlan, Stage
 from gpp_plugin.runtime.random_streams import restored_streams, seed_streams_of
@@ -80,27 +78,6 @@ def mark_part(parameter: nn.Parameter, shard: TensorShard) -> None:
     marked.tensor_model_parallel = True
     marked.partition_dim = shard.axis
     marked.partition_stride = len(shard.parts)
-
-
-def check_shared_out(reference: Reference, config: GraphPipelineConfig) -> None:
-    """Refuse tensor ranks, or context ranks, for a model of which nothing can be shared out among them.
-
-    Raises:
-        ConfigError: names the operator that is in the way.
-    """
-    graph = reference.block_graph
-    for key, known, reasons, what in (
-        ("tensor_parallel", graph.sharding, graph.undivided, "tensor ranks: {}"),
-        ("sequence_parallel", graph.context, graph.uncut, "context ranks: {}"),
-    ):
-        requested = getattr(config, key)
-        if requested in (1, "auto") or known:
-            continue
-        why = next(iter(reasons.values()), "it has no linear operators with an axis of positions")
-        raise ConfigError(
-            f"graph_pipeline.{key} is {requested!r} and nothing of {graph.model} can be shared out among "
-            f'{what.format(why)}; set it to 1, or to "auto" for what can be'
-        )
 
 
 def describe_whole(reference: Reference, plan: PipelinePlan) -> list[str]:

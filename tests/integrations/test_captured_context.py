@@ -7,6 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+from gpp_plugin.plan.costs.memory_formula import copies_of, cut_by_block, sharded_by_block
+from gpp_plugin.runtime.tensor_ranks import (
+    EXCHANGED,
+    GRADIENT,
+    GRADIENT_EXCHANGED,
+    GRADIENT_PARTS,
+    PARTS,
+    RESULT,
+)
 from tests.integrations import async_jobs
 from tests.integrations.engine_jobs import B, make_engine, part_of, steps
 from tests.integrations.pipedream import reported
@@ -168,3 +177,69 @@ def test_asynchronous_losses_and_weights_are_those_of_the_emulation():
         assert answer["losses"] == pytest.approx(reported(losses, emulation.longest), abs=1e-6)
         assert answer["flushed"] == pytest.approx(losses[-1][-1], abs=1e-6)
     check_parameters(answers, emulation)
+
+
+KINDS = {
+    "forward_sum": RESULT,
+    "backward_sum": GRADIENT,
+    "forward_gather": PARTS,
+    "backward_gather": GRADIENT_PARTS,
+    "forward_exchange": EXCHANGED,
+    "backward_exchange": GRADIENT_EXCHANGED,
+}
+
+
+def count_context(runs: dict[str, tuple[str, dict[str, Any]]], directory: str) -> dict[str, Any]:
+    """Train each run, (model, block), on one mini-batch; the bytes that context ranks sent, and those of its costs."""
+    answers = {}
+    for run, (name, block) in runs.items():
+        model, make_batch = build(name, layers=1)
+        engine = make_engine(model, make_batch(B), config({**block, "profile_dir": f"{directory}/profiles"}))
+        loss = steps(engine, [make_batch(B)])
+        graph, plan = engine._rank_runner.reference.block_graph, engine._plan
+        counted, planned = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+        for index in engine.rank_engine.indices:
+            stage = plan.stages[index]
+            sent = engine._source._job.links.of(stage, "context").sent_bytes
+            shards = sharded_by_block(graph, stage.tensor)
+            for own in cut_by_block(graph, stage.context).values():
+                for kind, what in KINDS.items() if own.block in stage.blocks else ():
+                    num_bytes, shared = (
+                        getattr(own, f"{kind}_bytes"),
+                        stage.tensor if own.block in shards else 1,
+                    )
+                    if what in (EXCHANGED, GRADIENT_EXCHANGED):
+                        num_bytes += (copies_of(own, stage.context, shared) - 1) * own.group_bytes
+                        num_bytes /= shared
+                    planned[kind] += num_bytes * B / stage.degree / graph.num_samples
+            for kind, what in KINDS.items():
+                counted[kind] += sent.get(what, 0)
+        grids = [tuple(stage.grid) for stage in plan.stages]
+        answers[run] = {"grids": grids, "counted": counted, "planned": planned, "loss": loss}
+        engine.destroy()
+    return answers
+
+
+def by_key(size: int, **more: Any) -> dict[str, Any]:
+    """Return the block of one stage whose context size the key says."""
+    return {"stages": 1, "data_parallel": 1, "sequence_parallel": size, **more}
+
+
+SENT = {
+    2: {name: (name, by_key(2)) for name in ("gpt2", "llama", "clip", "t5")},
+    4: {
+        "llama, fewer groups than ranks": ("llama", by_key(4)),
+        "llama, groups that tensor ranks divide first": ("llama", by_key(2, tensor_parallel=2)),
+        "gpt2, beside tensor ranks": ("gpt2", by_key(2, tensor_parallel=2)),
+    },
+}
+
+
+@pytest.mark.parametrize("ranks", SENT)
+def test_the_key_makes_context_ranks_that_send_what_is_planned(tmp_path, ranks):
+    for answer in run_kept_ranks(count_context, ranks, SENT[ranks], str(tmp_path), timeout_s=600):
+        for run, (_, block) in SENT[ranks].items():
+            found = answer[run]
+            assert found["grids"] == [(block["sequence_parallel"], block.get("tensor_parallel", 1))], run
+            assert found["counted"] == pytest.approx(found["planned"], rel=0.02, abs=64), run
+            assert found["planned"]["forward_exchange"] > 0, run

@@ -34,6 +34,16 @@ def test_unlike_lengths_are_cut_unevenly_among_tensor_ranks(name: str) -> None:
     check(run_kept_ranks(jobs.train_counts, 2, [(2, 3, 5), (3, 1, 2)], block, name, (0, 1, 5)))
 
 
+def test_unlike_lengths_cross_from_context_ranks_in_parts() -> None:
+    """Texts of 8, 7 and 3 tokens, then of 7, 6 and 2: of 3 and 2 positions some of four context ranks have none."""
+    stages = [
+        {"modules": ["transformer"], "ranks": [0, 1, 2, 3], "context": 4},
+        {"modules": ["*"], "ranks": [4]},
+    ]
+    block = {"plan": {"stages": stages}}
+    check(run_kept_ranks(jobs.train_counts, 5, [(2, 3, 5), (3, 1, 2)], block, "gpt2", (0, 1, 5)))
+
+
 def test_units_of_any_number_of_samples_share_one_capture(of_counts: list[dict[str, Any]]) -> None:
     for answer in of_counts:
         assert answer["exports"] == (2, 0), (

@@ -39,6 +39,7 @@ _STAGE = (
     "num_sliced",
     "joins_last_slice",
     "tensor",
+    "context",
 )
 _TIMES = ("forward_us", "backward_us", "half_forward_us", "input_gradient_us", "weight_gradient_us")
 _EDGE = ("src", "dst", "src_shard_axis", "dst_shard_axis")

@@ -30,6 +30,7 @@ from gpp_plugin.integrations.deepspeed.master_weights import MasterWeights
 from gpp_plugin.ir.plan import MemoryPlan, PipelinePlan, RecomputedSegment, SwappedTensor
 from gpp_plugin.ir.program import RankProgram
 from gpp_plugin.ir.tensors import LayoutKind, TensorSpec
+from gpp_plugin.runtime import context_ranks
 from gpp_plugin.runtime.compute import AutogradCompute, BoundaryGradients, HalfForwards
 from gpp_plugin.runtime.memory.activation_policy import (
     StageActivations,
@@ -38,7 +39,7 @@ from gpp_plugin.runtime.memory.activation_policy import (
 )
 from gpp_plugin.runtime.memory.swap import SwapLink
 from gpp_plugin.runtime.stage_module import StageFunction
-from gpp_plugin.runtime.tensor_ranks import TensorRanks, drawn, linear, seeded, shared, summed
+from gpp_plugin.runtime.tensor_ranks import TensorLinks, TensorRanks, drawn, linear, seeded, shared, summed
 from gpp_plugin.runtime.weight_versions import WeightVersions
 from gpp_plugin.schedule.gathers import last_backward
 from tests.integrations.framework_jobs import PlainOptimizer, Settings
@@ -52,11 +53,22 @@ class MadeUpStage(nn.Module):
     """What a stage computes.
 
     Args:
-        ranks: its tensor ranks, which sum and draw within it; None for one.
+        ranks: its tensor ranks, which sum within it; None for one.
+        context: its context ranks, which exchange, gather and sum within it; None for one.
+        together: all of them, which draw one number; None for one.
         num_sent: elements of a weight that is an output itself, where one has as many; 0 for none.
     """
 
-    def __init__(self, *, has_loss: bool, is_tied: bool, ranks: TensorRanks | None, num_sent: int) -> None:
+    def __init__(
+        self,
+        *,
+        has_loss: bool,
+        is_tied: bool,
+        ranks: TensorRanks | None,
+        context: TensorRanks | None,
+        together: TensorRanks | None,
+        num_sent: int,
+    ) -> None:
         super().__init__()
         self.first = nn.Parameter(torch.full((5,), 0.5))
         self.second = nn.Parameter(torch.full((2, 4), 0.5))
@@ -64,7 +76,7 @@ class MadeUpStage(nn.Module):
         if is_tied:
             self.tied = nn.Parameter(torch.full((6,), 0.5))
         self.sent = nn.Parameter(torch.full((num_sent,), 0.5)) if num_sent else None
-        self.has_loss, self._ranks = has_loss, ranks
+        self.has_loss, self._ranks, self._context, self._together = has_loss, ranks, context, together
 
     def call(self, shapes: Sequence[tuple[int, ...]], *given: Tensor) -> tuple[Tensor, ...]:
         """Return outputs of some shapes, computed with the parameters and tensors given, and the loss."""
@@ -76,18 +88,34 @@ class MadeUpStage(nn.Module):
         if self._ranks is not None:
             tensor, of_weights = shared(self._ranks, (0,))(number.expand(1, 4), None, given[1], None)
             number = linear(torch.ops.aten.linear.default, 0)(of_weights, tensor, given[1]).mean()
-            seed = drawn(self._ranks)()
-            drop = functools.partial(seeded(drop, self._ranks, CUDA, place=1, is_part=True), seed)
+        if self._together is not None:
+            seed = drawn(self._together)()
+            drop = functools.partial(seeded(drop, self._together, CUDA, place=1, is_part=True), seed)
         for tensor in given[weights:]:
+            if self._context is not None and tensor.requires_grad:
+                tensor = context_ranks.entered(self._context)(tensor)
             hidden = torch.tanh(tensor.float() * number)
             number = number + drop(hidden, 0.25).mean()
         if self._ranks is not None:
             number = summed(self._ranks)(number)
+        if self._context is not None:
+            number = self._on_parts(number, self._context)
         made = [number * torch.ones(shape, device=number.device) for shape in shapes]
         if self.sent is not None:
             sent = given[weights - 1]
             made = [sent.view(m.shape) if m.numel() == sent.numel() else m for m in made]
-        return (*made, number.square()) if self.has_loss else tuple(made)
+        made = [*made, number.square()] if self.has_loss else made
+        if self._context is not None:
+            made = [context_ranks.left(self._context)(m) for m in made]
+        return tuple(made)
+
+    def _on_parts(self, number: Tensor, context: TensorRanks) -> Tensor:
+        """Return a number of 5 positions and 5 heads: in parts of the one, of the other, whole again, and summed."""
+        part = context_ranks.own(context, 1)(number.expand(2, 5, 5), None)
+        heads = torch.tanh(context_ranks.exchanged(context, (1, 2))(part, 5))
+        part = torch.tanh(context_ranks.exchanged(context, (2, 1))(heads, 5))
+        whole = context_ranks.gathered(context, 1)(part, 5, None)
+        return number + whole.mean() + context_ranks.summed(torch.sum, context)(part)
 
 
 class ZeroOptimizer(PlainOptimizer):
@@ -178,14 +206,18 @@ class ComputingStages:
 
     def _make_module(self, index: int, is_tied: bool) -> MadeUpStage:
         has_loss = index in self._plan.loss_stages()
-        stage, group = self._plan.stages[index], self._groups.tensor[index]
-        ranks = TensorRanks(
-            stage=stage.name, position=stage.position(dist.get_rank())[1], size=stage.tensor, group=group
+        stage, links = self._plan.stages[index], TensorLinks(dist.get_rank())
+        groups = {kind: getattr(self._groups, kind)[index] for kind in ("tensor", "context", "model")}
+        links.join(stage, groups, {})
+        ranks, context, together = (
+            found if (found := links.of(stage, kind)).size > 1 else None for kind in groups
         )
         return MadeUpStage(
             has_loss=has_loss,
             is_tied=is_tied,
-            ranks=ranks if stage.tensor > 1 else None,
+            ranks=ranks,
+            context=context,
+            together=together,
             num_sent=self._num_sent,
         )
 

@@ -380,7 +380,8 @@ def _fill(own: Tensor, others: list[Tensor], position: int) -> None:
             times = -(-target.numel() // max(own.numel(), 1))
             target.view(-1).copy_(own.view(-1).repeat(times)[: target.numel()])
         else:
-            target.view(-1).copy_(own.view(-1, target.numel())[position])
+            first = min(position * target.numel(), own.numel() - target.numel())  # parts may be uneven
+            target.view(-1).copy_(own.view(-1)[first : first + target.numel()])
 
 
 @contextlib.contextmanager

@@ -36,6 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._emulated_graphs import emulated_plan
+from gpp_benchmarks._random_plans import with_in_flight
 from gpp_plugin.config.block import GenerateConfig
 from gpp_plugin.engine.stage_groups import StageGroups
 from gpp_plugin.ir.analysis import regions_in
@@ -56,7 +57,7 @@ from tests.nccl.coverage_counts import everything
 from tests.nccl.fake_cuda import CUDA, FakeCuda
 from tests.nccl.recording import SAME_GROUPS, Recorded, Run, record, record_ranks
 from tests.runtime.memory_stages import TestStage, Trainer, make_stage, plan_both, plan_swap
-from tests.schedule.plans import chain_plan, on_ranks, sharded, simple_plan
+from tests.schedule.plans import chain_plan, make_edge, on_ranks, on_rows, sharded, simple_plan
 from tests.schedule.test_async import asynchronous
 from tests.schedule.test_look_ahead import random_frozen_plan
 
@@ -92,6 +93,13 @@ def _tensor_plan() -> PipelinePlan:
     """Return two stages of two tensor ranks, of which the first keeps and the second swaps, and one that recomputes."""
     chain = on_ranks(chain_plan(3, 4), (0, 1), (2, 3), (4, 5))
     return dataclasses.replace(chain, stages=tuple(dataclasses.replace(s, tensor=2) for s in chain.stages))
+
+
+def _context_plan() -> PipelinePlan:
+    """Return stages of two and of three context ranks, between which positions are in parts."""
+    edge = make_edge(0, 1, src_shard_axis=1, dst_shard_axis=1)
+    plan = dataclasses.replace(simple_plan([1, 1], [], mini_batch=2), edges=(edge,))
+    return on_rows(with_in_flight(plan), [1, 1], [1, 1], [2, 3])
 
 
 def _sending(run: Run) -> Run:
@@ -298,6 +306,7 @@ JOBS: dict[str, Callable[[], Recorded]] = {
     "bound": lambda: record_ranks(
         4, lambda cuda: StageGroups.create(_twins(0).plan, timeout_s=60.0), is_bound=True
     ),
+    "context": lambda: record(everything(Run(plan=_context_plan(), computes=True))),
     "tensor": lambda: record(everything(Run(plan=_tensor_plan(), computes=True))),
     "positions": _captured_in_parts,
     "generation": lambda: _generate("data", 2),
@@ -404,6 +413,8 @@ FAULTS = (
     Fault(f"{_TENSOR}:TensorRanks._begin_exchange", "assert sent.numel() == sum(given)", "pass", job="positions"),
     Fault(f"{_TENSOR}:TensorRanks.begin_scatter", "wait()\n", "pass\n", job="positions"),
     Fault(f"{_TENSOR}:TensorRanks.begin_gather", "wait()\n", "pass\n", job="positions"),
+    Fault(f"{_TENSOR}:TensorRanks.begin_exchange", "wait()\n", "pass\n", job="context"),
+    Fault("runtime.context_ranks:_Left.backward", "gradient / ctx.size", "gradient", job="context"),
     Fault(f"{_TENSOR}:TensorRanks.own_positions", "self.positions(whole.shape[axis])", "self.positions(whole.shape[axis], 0)", job="positions"),
     Fault(f"{_TENSOR}:_Scattered.forward", "wait()\n", "pass\n", job="positions"),
     Fault(f"{_TENSOR}:_Both.backward", "weights.begun = _begin_again(weights)", "pass", job="positions", harmless="time: the gradients of weights wait for the whole"),

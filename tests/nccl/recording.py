@@ -111,7 +111,7 @@ class RecordedCompute:
     """A stage whose tasks are one item each, of the right tensors.
 
     Args:
-        tensor_group: of the rank's data position; tensor ranks meet in each task.
+        model_group: of the rank's data position; ranks of the same samples meet in each task.
         early: what begins the sums of gradients, before the backward of this micro-batch; None where nothing does.
         kept: what each micro-batch's backward reads beside gradients, for all code of the stage; None: it has none.
     """
@@ -123,7 +123,7 @@ class RecordedCompute:
         specs: Mapping[str, TensorSpec],
         gradients: BoundaryGradients,
         cuda: FakeCuda,
-        tensor_group: Any,
+        model_group: Any,
         early: tuple[int, Callable[[], None]] | None,
         kept: dict[int, list[Tensor]] | None,
     ) -> None:
@@ -138,12 +138,14 @@ class RecordedCompute:
         self.gradient_outputs = gradients.outputs
         self.gradient_inputs = gradients.inputs
         self._cuda = cuda
-        self._group = tensor_group
+        self._group = model_group
         self._early = early
         self._local = stage.local_batch_size
 
         def made(name: str, samples: int) -> Shape:
-            return held_shape(specs[name], samples, stage, axes[name]), getattr(torch, specs[name].dtype)
+            return held_shape(specs[name], samples, stage, program.rank, axes[name]), getattr(
+                torch, specs[name].dtype
+            )
 
         self._made = {
             half: [made(name, self._local // (1 if half is None else 2)) for name in self.outputs]
@@ -661,7 +663,7 @@ class RankJob:
         boundary = boundary or program
         index, hooks = program.stage, self._hooks[program.stage]
         stage = self._plan.stages[index]
-        group = self._groups.tensor[index] if stage.tensor > 1 else None
+        group = self._groups.model[index] if stage.model_parallel > 1 else None
         last = last_backward(program) if is_training and index in self._programs.early else None
         early = None if last is None else (last, hooks.begin_reduction)
 
@@ -690,7 +692,7 @@ class RankJob:
         if self._real is not None:
             weights = self._real.engine.of(index).weights
         elif stage.gathered_bytes:
-            weights = RecordedWeights(self._groups.data[index], stage.degree)
+            weights = RecordedWeights(self._groups.data[index], stage.num_replicas)
         specs = self._specs if specs is None else specs
         return StageExecutor(
             plan=self._plan,

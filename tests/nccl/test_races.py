@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gpp_benchmarks._exactness_kept import kept_draw
-from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family
+from gpp_benchmarks._random_plans import FAMILIES, random_draw, with_family, with_in_flight
+from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.runtime.tensor_ranks import TensorRanks
 from tests.nccl import planted
 from tests.nccl.collect_plans import read_plans
@@ -34,7 +35,7 @@ from tests.runtime.memory_stages import (
     plan_both,
     plan_swap,
 )
-from tests.schedule.plans import on_ranks, sharded, simple_plan, with_all
+from tests.schedule.plans import make_edge, on_ranks, on_rows, sharded, simple_plan, with_all
 from tests.schedule.test_look_ahead import random_frozen_plan
 from tests.tiers import some
 
@@ -273,11 +274,21 @@ def test_random_graphs_that_compute(first: int, tell: Tell) -> None:
     report(tell, check_runs(runs, is_sampled=True))
 
 
+def context_grids() -> PipelinePlan:
+    """Return stages of context x tensor ranks of 2 x 2, 5 x 1 and 1 x 1, between which 12 positions are in parts."""
+    edges = [
+        make_edge(src, src + 1, src_shard_axis=axes[0], dst_shard_axis=axes[1])
+        for src, axes in enumerate(((1, 1), (1, None)))
+    ]
+    plan = dataclasses.replace(simple_plan([2, 2, 2], [], mini_batch=4), edges=tuple(edges))
+    return on_rows(with_in_flight(plan), [1, 1, 2], [2, 1, 1], [2, 5, 1])
+
+
 def others_that_compute() -> list[tuple[str, Run]]:
     """Return what plans of the tests lack.
 
-    Prefetch of a frozen branch, units of unlike shapes, several edges between two ranks, windows, shared ranks, and grids
-    of data x tensor ranks, whose sums are under way side by side.
+    Prefetch of a frozen branch, units of unlike shapes, several edges between two ranks, windows, shared ranks, grids of
+    data x tensor ranks, whose sums are under way side by side, and context ranks with parts of what stages exchange.
     """
     rng = random.Random(1)
     window, branch = (
@@ -291,6 +302,7 @@ def others_that_compute() -> list[tuple[str, Run]]:
         ("many edges", everything(with_more_edges(3000))),
         ("windows", Run(plan=window.plan, forward_only=window.forward_only, steps=2)),
         ("grids", everything(Run(plan=with_all(grids, tensor=2)))),
+        ("context ranks", everything(Run(plan=context_grids()))),
         ("prefetch", Run(plan=branch.plan, forward_only=branch.forward_only, prefetches=True, evaluate=True)),
         *((f"units {n}", run) for n, run in enumerate(units) if run is not None),
     ]

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from gpp_benchmarks.plan_quality import check_tensor
 from gpp_plugin import api
 from gpp_plugin.commands import plan_command
 from gpp_plugin.config.reader import read_config
 from gpp_plugin.errors import ConfigError, PlanError, PlanInfeasible
-from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster, Link
 from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.step_cost import EXCHANGES
@@ -26,43 +27,22 @@ from gpp_plugin.plan.registry import make_plan
 from gpp_plugin.plan.request import PlanRequest, grid_rules
 from gpp_plugin.plan.validate_plan import validate_plan
 from tests.plan.graphs import make_cluster
-from tests.plan.test_tensor_sizes import PARAMETER, divisible, profile_of, request_of
+from tests.plan.test_tensor_sizes import PARAMETER, divisible, profile_of, request_of, with_context
 
 LENGTH = 6
 
 
 def cut(num: int, **changes: Any) -> BlockGraph:
     """Return a chain of blocks that tensor ranks divide, and context ranks but for a tenth; 8 heads, 4 groups."""
-    graph = divisible(num)
-    context = BlockSharding(
-        block="",
-        degrees=(2, 4, 8),
-        flop_share=0.9,
-        parameter_bytes=0,
-        trainable_bytes=0,
-        saved_share=0.75,
-        forward_sums=0,
-        forward_sum_bytes=0,
-        backward_sums=0,
-        backward_sum_bytes=0,
-        forward_exchanges=4,
-        forward_exchange_bytes=8_000,
-        backward_exchanges=4,
-        backward_exchange_bytes=8_000,
-        groups=4,
-        group_bytes=2_000,
-    )
-    context = dataclasses.replace(context, **changes)
-    blocks = tuple(dataclasses.replace(block, saved_bytes=80) for block in graph.blocks)
+    graph = with_context(divisible(num))
     tensors = {
         name: dataclasses.replace(spec, shape=(spec.shape[0], LENGTH, *spec.shape[1:]))
         for name, spec in graph.tensors.items()
     }
     return dataclasses.replace(
         graph,
-        blocks=blocks,
         tensors=tensors,
-        context=tuple(dataclasses.replace(context, block=block.name) for block in blocks),
+        context=tuple(dataclasses.replace(each, **changes) for each in graph.context),
         position_axes=dict.fromkeys(tensors, 1),
     )
 
@@ -80,12 +60,13 @@ def test_a_block_takes_its_share_and_the_exchanges_of_its_context_ranks() -> Non
         forward, backward = costs.at_grid(ModelGrid(context=context)).stage_times([0], 1.0)
         assert forward == pytest.approx(100.0 * (0.1 + 0.9 / context) + exchanged)
         assert backward == pytest.approx(200.0 * (0.1 + 0.9 / context) + exchanged)
-    # eight ranks exchange each of 4 groups twice; beside two tensor ranks, who have 2 groups each, four do so
-    eight, grid = (costs.at_grid(ModelGrid(*sizes)) for sizes in ((8, 1), (4, 2)))
+    # eight ranks exchange each of 4 groups twice; so do four beside two tensor ranks, who have 2 groups each
+    eight, many, grid = (costs.at_grid(ModelGrid(*sizes)) for sizes in ((8, 1), (4, 2), (2, 2)))
+    assert many.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 * 3 + 3 / 16 * 10.0 / 2)
     assert eight.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 * 7 + 7 / 64 * 10.0)
-    assert grid.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 * 3 + 3 / 16 * 10.0 / 2)
+    assert grid.context_sums(1.0)[0][0] == pytest.approx(4 * 3.0 + 1 / 4 * 8.0 / 2)
     assert grid.stage_times([0], 1.0)[0] == pytest.approx(
-        100.0 * (0.1 + 0.9 / 4) * (0.2 + 0.8 / 2) + 2 * 3.0 + grid.context_sums(1.0)[0][0]
+        100.0 * (0.1 + 0.9 / 2) * (0.2 + 0.8 / 2) + 2 * 3.0 + grid.context_sums(1.0)[0][0]
     )
     assert sum(grid.split_times([0], 1.0)) == pytest.approx(grid.stage_times([0], 1.0)[1])
 
@@ -152,12 +133,18 @@ def test_grids_are_those_whose_ranks_divide_heads_together() -> None:
     rules = grid_rules(asked(cut(2), ranks=8, tensor_parallel=None))
     assert set(rules.grids) == {(c, t) for c in (1, 2, 4) for t in (1, 2, 4) if c * t <= 8}
     assert rules.ways[0] == (0, 0) and (2, 2) in rules.ways and (1, 1) not in rules.ways
-    narrow = cut(2, degrees=(2, 4))
-    rules = grid_rules(asked(narrow, ranks=16, tensor_parallel=4, sequence_parallel=2))
-    assert rules.allowed(["layers.0"]) == [], "half a head on each of 2 x 4 ranks"
-    assert rules.grids == ((1, 1), (2, 1), (1, 4), (2, 4))
-    wide = grid_rules(asked(cut(2), ranks=16, tensor_parallel=4, sequence_parallel=2))
-    assert wide.allowed(["layers.0"]) == [(2, 4)] and wide.are_explicit
+    # half a head on each of 2 x 4 ranks
+    request = asked(cut(2, degrees=(2, 4), groups=8), ranks=16, tensor_parallel=4)
+    rules = grid_rules(request)
+    assert (2, 4) in rules.grids and rules.allowed(["layers.0"]) == [(1, 4)]
+    with pytest.raises(
+        PlanError, match=r"sequence_parallel: 2 beside .*tensor_parallel.* does not divide the heads"
+    ):
+        grid_rules(dataclasses.replace(request, sequence_parallel=2))
+    # groups of keys and values need not be divided: there are more of each then
+    for groups in (8, 4):
+        wide = grid_rules(asked(cut(2, groups=groups), ranks=16, tensor_parallel=4, sequence_parallel=2))
+        assert wide.allowed(["layers.0"]) == [(2, 4)] and wide.are_explicit
     only = grid_rules(asked(cut(2), ranks=4))
     assert only.grids == ((1, 1), (2, 1), (4, 1)) and only.ways == ((0, 1), (2, 1), (4, 1))
     listed = grid_rules(asked(cut(3), ranks=4, sequence_parallel={"layers.1": 2}))
@@ -193,6 +180,15 @@ def test_memory_asks_for_context_ranks_where_nothing_else_fits() -> None:
         validate_plan(plan, graph, profile=tight.profile, memory_limit_bytes=2_060)
     with pytest.raises(PlanInfeasible, match="too much|needs"):
         validate_plan(plan, graph, profile=tight.profile, memory_limit_bytes=2_030)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_context_sizes_beside_brute_force(seed: int) -> None:
+    row = check_tensor(seed, has_context=True)
+    assert (row["us"] is None) == (row["best_us"] is None)
+    assert row["us"] is None or row["ratio"] <= 1.05
+    if row["whole_us"] is not None:
+        assert row["us"] <= row["whole_us"] * (1 + 1e-9)
 
 
 def test_stages_of_unlike_context_sizes_share_a_plan() -> None:
@@ -252,9 +248,7 @@ def test_the_validator_refuses_grids_that_heads_cannot_have() -> None:
     graph = cut(1, degrees=(2, 4))
     request = asked(graph, ranks=8)
     draft = StageDraft(blocks=("layers.0",), degree=1, micro_batch_size=1, context=2, tensor=4)
-    with pytest.raises(
-        PlanError, match=r"sizes of 2 x 4 do not divide the heads of block 'layers.0', which 2, 4 do"
-    ):
+    with pytest.raises(PlanError, match=r"sizes of 2 x 4 do not divide the heads of block 'layers.0'"):
         validate_plan(build_plan(request, [draft], planner="by hand"), graph)
 
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 
+from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.refine.degrees import DegreeChooser
 from gpp_plugin.plan.refine.refine import Refiner
@@ -114,8 +115,8 @@ def test_a_way_gives_each_stage_the_largest_tensor_size_up_to_it() -> None:
     chooser = chooser_of(uneven_request(0, mini_batch=8, tensor_parallel=None))
     for block, way, size in (("b0", 2, 2), ("b0", 4, 4), ("b3", 4, 2), ("b2", 4, 1), ("b0", 1, 1)):
         mask = chooser.sets.mask_of([block])
-        options = chooser._in_way(chooser._timed_options(mask, 4, ()), mask, way)
-        assert {option.tensor for option in options} == {size}
+        options = chooser._in_way(chooser._timed_options(mask, 4, ()), mask, ModelGrid(tensor=way))
+        assert {option.grid for option in options} == {(1, size)}
 
 
 def test_steps_that_only_together_help_are_found() -> None:

@@ -29,8 +29,8 @@ from gpp_plugin.plan.refine.plan_evaluator import (
 from gpp_plugin.plan.refine.refine import Refiner
 from gpp_plugin.plan.refine.share_ranks import share_ranks
 from gpp_plugin.plan.registry import make_plan
-from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules, check_request
-from gpp_plugin.plan.validate_plan import validate_plan
+from gpp_plugin.plan.request import PlanRequest, SearchReport, batch_rules
+from gpp_plugin.plan.validate_plan import check_request, validate_plan
 from gpp_plugin.simulate.predict import predict_iteration_us
 from tests.plan.graphs import branches, chain, costs_of, make_cluster, make_graph, make_profile, make_request
 

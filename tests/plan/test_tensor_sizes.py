@@ -58,6 +58,33 @@ def divisible(
     return dataclasses.replace(graph, blocks=blocks, sharding=sharding)
 
 
+def with_context(graph: BlockGraph) -> BlockGraph:
+    """Return the graph with blocks of 8 heads in 4 groups, whose positions context ranks divide but for a tenth."""
+    context = tuple(
+        BlockSharding(
+            block=block.name,
+            degrees=(2, 4, 8),
+            flop_share=0.9,
+            parameter_bytes=0,
+            trainable_bytes=0,
+            saved_share=0.75,
+            forward_sums=0,
+            forward_sum_bytes=0,
+            backward_sums=0,
+            backward_sum_bytes=0,
+            forward_exchanges=4,
+            forward_exchange_bytes=8_000,
+            backward_exchanges=4,
+            backward_exchange_bytes=8_000,
+            groups=4,
+            group_bytes=2_000,
+        )
+        for block in graph.blocks
+    )
+    blocks = tuple(dataclasses.replace(block, saved_bytes=80) for block in graph.blocks)
+    return dataclasses.replace(graph, blocks=blocks, context=context)
+
+
 def profile_of(graph: BlockGraph) -> Profile:
     return make_profile(graph, 100.0, saved=100.0, parameter=PARAMETER)
 
@@ -138,18 +165,27 @@ def test_tensor_sizes_beside_brute_force(seed: int) -> None:
         assert row["us"] <= row["whole_us"] * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("grids", [((1, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 4), (1, 4))])
+@pytest.mark.parametrize(
+    "grids",
+    [
+        ((1, 1, 2), (2, 1, 1)),
+        ((2, 1, 1), (1, 1, 2)),
+        ((1, 1, 4), (1, 1, 4)),
+        ((1, 2, 1), (2, 1, 1)),
+        ((1, 2, 2), (2, 2, 1)),
+    ],
+)
 def test_the_oracle_of_grids_takes_a_step_as_long_as_the_planner_does(
-    grids: tuple[tuple[int, int], ...],
+    grids: tuple[tuple[int, int, int], ...],
 ) -> None:
-    graph = divisible(4, num_bytes=800)
+    graph = with_context(divisible(4, num_bytes=800))
     cluster = make_cluster(8, bandwidth=1e8, latency=2.0)
     request = request_of(graph, ranks=8, cluster=cluster, micro_batch_sizes={"*": 2})
     names = tuple(block.name for block in graph.blocks)
     groups = names[:2], names[2:]
     drafts = [
-        StageDraft(blocks=group, degree=degree, micro_batch_size=2, tensor=tensor)
-        for group, (degree, tensor) in zip(groups, grids, strict=True)
+        StageDraft(blocks=group, degree=degree, micro_batch_size=2, context=context, tensor=tensor)
+        for group, (degree, context, tensor) in zip(groups, grids, strict=True)
     ]
     costs = CostModel(graph, request.profile, cluster)
     plan = build_plan(request, drafts, planner="by hand", costs=costs)

@@ -526,11 +526,11 @@ class CapturedPart:
         lengths: Lengths,
     ) -> StageAtLengths:
         """Trace the module once more, for batches of many lengths, and return a stage of it."""
-        capture = self.capture_for_lengths(analysis, arguments, lengths)
+        whole = self.capture_for_lengths(analysis, arguments, lengths)
         view = self.view(analysis)
-        cut = self._cut(reference, plan, stage, view, capture.captured)
-        captured, own, outputs = self._shared_out(capture.captured, cut, view, reference, plan, stage)
-        capture = dataclasses.replace(capture, captured=captured)
+        cut = self._cut(reference, plan, stage, view, whole.captured)
+        captured, own, outputs = self._shared_out(whole.captured, cut, view, reference, plan, stage)
+        capture = dataclasses.replace(whole, captured=captured)
         op_graph = analysis.op_graph
         # at every new length the tensors that pass this stage's boundary are described anew, and no others
         carried = (
@@ -554,6 +554,7 @@ class CapturedPart:
             nodes,
             outputs,
             names=view.local_names,
+            whole=whole,
             finish=lambda function: self._in_graph(function, view.names, op_graph, cut.outputs),
         )
 

@@ -71,6 +71,7 @@ class StageAtLengths:
             tensors.
         nodes, outputs: its operators and results in the capture.
         names: tensor of ``code`` -> what the capture calls it.
+        whole: the capture before ranks of the same samples shared it out, whose tensors have the sizes of wholes.
         finish: gives code the names by which it is known; by default it keeps its own.
 
     Raises:
@@ -85,6 +86,7 @@ class StageAtLengths:
         outputs: Sequence[str],
         *,
         names: Mapping[str, str],
+        whole: LengthCapture | None = None,
         finish: Callable[[StageFunction], StageFunction] = lambda function: function,
     ) -> None:
         texts, captured = capture.texts(), capture.captured
@@ -92,7 +94,7 @@ class StageAtLengths:
         self._stage = OpenStage(captured, nodes, outputs, key=texts.key, finish=finish)
         self._tensors, self._inputs = tuple(code.tensors), tuple(code.inputs)
         placeholder = {key: name for name, key in captured.inputs.items()}
-        self._specs = capture.specs(
+        self._specs = (whole or capture).specs(
             (*code.tensors.values(), *code.inputs.values()),
             (
                 *(names[tensor] for tensor in code.tensors),

@@ -32,7 +32,8 @@ import numpy as np
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, chains_of, even_stage_counts
-from gpp_plugin.plan.costs.cost_model import boundary_us, prefix_sums, remembered
+from gpp_plugin.plan.costs.collective_costs import boundary_us
+from gpp_plugin.plan.costs.cost_model import prefix_sums, remembered
 from gpp_plugin.plan.costs.estimate import task_order
 from gpp_plugin.plan.make import StageDraft, split_by_weight
 from gpp_plugin.plan.request import PlanRequest

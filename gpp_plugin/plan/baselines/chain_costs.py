@@ -16,15 +16,8 @@ import numpy as np
 from gpp_plugin.ir.block_graph import BlockEdge, BlockGraph
 from gpp_plugin.ir.plan import ORDER_ONLY, PipelinePlan, StageEdge
 from gpp_plugin.ir.tensors import TensorSpec, batch_layout
-from gpp_plugin.plan.costs.cost_model import (
-    CostModel,
-    Floats,
-    boundary_us,
-    interval_sums,
-    link_us_per_byte,
-    prefix_sums,
-    us_per_sample,
-)
+from gpp_plugin.plan.costs.collective_costs import boundary_us, link_us_per_byte
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, interval_sums, prefix_sums, us_per_sample
 from gpp_plugin.plan.costs.estimate import evaluate_us, exposed_us
 from gpp_plugin.plan.graphpipe.intervals import interval_bytes
 from gpp_plugin.plan.make import StageDraft, build_plan, linear_order, make_drafts, with_in_flight

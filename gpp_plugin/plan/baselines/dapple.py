@@ -20,7 +20,8 @@ from collections.abc import Iterator
 from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import PipelinePlan
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
-from gpp_plugin.plan.costs.cost_model import boundary_us, prefix_sums
+from gpp_plugin.plan.costs.collective_costs import boundary_us
+from gpp_plugin.plan.costs.cost_model import prefix_sums
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import PlanRequest
 from gpp_plugin.plan.selection import explain_infeasible

@@ -32,13 +32,8 @@ from gpp_plugin.errors import PlanInfeasible
 from gpp_plugin.ir.plan import ModelGrid, PipelinePlan
 from gpp_plugin.ir.tensors import LayoutKind
 from gpp_plugin.plan.baselines.chain_costs import ChainCosts, best_sequential, chains_of
-from gpp_plugin.plan.costs.cost_model import (
-    CostModel,
-    Floats,
-    boundary_us,
-    link_us_per_byte,
-    us_per_sample,
-)
+from gpp_plugin.plan.costs.collective_costs import boundary_us, link_us_per_byte
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
 from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.make import StageDraft
 from gpp_plugin.plan.request import BatchRules, Ints, PlanRequest, SizeClasses, batch_rules

@@ -40,8 +40,9 @@ from gpp_plugin.plan.memory.capuchin import StageChoice, StageOptimizer
 from gpp_plugin.plan.memory.memory_chain import ChainPlan
 from gpp_plugin.plan.memory.operator_chain import TensorChain
 from gpp_plugin.plan.refine.degrees import choose_degrees
-from gpp_plugin.plan.request import PlanRequest, batch_rules, finer_advice
+from gpp_plugin.plan.request import PlanRequest, batch_rules
 from gpp_plugin.plan.selection import best_plan, explain_infeasible
+from gpp_plugin.plan.validate_plan import finer_advice
 
 # Megatron's partition: a chain of stages with the same number of layers and the same degree each.
 

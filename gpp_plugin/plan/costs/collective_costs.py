@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpp_plugin.ir.cluster import Cluster, MeasuredCollective
+from gpp_plugin.ir.cluster import Cluster, Link, MeasuredCollective
 from gpp_plugin.ir.plan import PipelinePlan
 
 Line = tuple[float, float]
@@ -261,3 +261,45 @@ def _scaled(
     least = min(latency for latency, _ in whole.lines)
     once = 1.0 if measured.latency_us is None or least == 0 else measured.latency_us / least
     return CollectiveCost(tuple((latency * once, per_byte * bytes_) for latency, per_byte in own.lines))
+
+
+def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
+    """Return microseconds of a byte on the level that joins ``num_ranks`` aligned consecutive ranks."""
+    return float(link_for_span(cluster, num_ranks).occupied_us(1.0))
+
+
+def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
+    """Return the level that joins ``num_ranks`` aligned consecutive ranks."""
+    for link in cluster.links:
+        if num_ranks <= link.span:
+            return link
+    return cluster.links[-1]
+
+
+def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
+    """Return n: how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
+
+    ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
+    reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
+    where it gathers once a mini-batch (`total_times`).
+
+    >>> num_reductions(4, 0), num_reductions(4, 2)
+    (1.0, 2.5)
+    """
+    return (num_micro_batches + 1) / 2 if zero_stage >= 2 else 1.0
+
+
+def boundary_us(num_bytes: Any, degree: int, us_per_byte: float) -> Any:
+    """Return L: the activations of a sample that enter or leave a stage, and their gradients back, over its d links.
+
+    One formula for every planner. The released PipeDream multiplies the bandwidth by a stage's replicas, the released
+    Piper divides the bytes by its degree.
+
+    Args:
+        num_bytes: of a sample's activations, in and out.
+        us_per_byte: of one rank's link.
+
+    >>> boundary_us(100.0, 4, 0.5)
+    25.0
+    """
+    return num_bytes * (2 * us_per_byte / degree)

@@ -25,12 +25,17 @@ import numpy.typing as npt
 
 from gpp_plugin.errors import PlanError
 from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
-from gpp_plugin.ir.cluster import Cluster, Device, Link, distinct_devices
+from gpp_plugin.ir.cluster import Cluster, Device, distinct_devices
 from gpp_plugin.ir.plan import ALONE, ModelGrid, PipelinePlan, Stage, StageEdge
 from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.step_cost import Buckets, Reductions, StageReductions
 from gpp_plugin.ir.tensors import DTYPE_BYTES, TensorSpec
-from gpp_plugin.plan.costs.collective_costs import CollectiveCost, CollectiveCosts, collectives
+from gpp_plugin.plan.costs.collective_costs import (
+    CollectiveCost,
+    CollectiveCosts,
+    collectives,
+    num_reductions,
+)
 from gpp_plugin.plan.costs.memory_formula import (
     FREE,
     GridPrices,
@@ -184,10 +189,10 @@ class CostModel:
         self.grid, self._prices = grid, prices
         self._source = graph, profile
         self._at_grid: dict[tuple[ModelGrid, GridPrices], CostModel] = {}
-        self._grid_prices: dict[tuple[ModelGrid, tuple[int, ...]], GridPrices] = {}
+        self._on_ranks: dict[tuple[ModelGrid, tuple[int, ...]], CostModel] = {}
         self._collectives: dict[tuple[tuple[int, ...], tuple[int, ...]], CollectiveCosts] = {}
         self._sums = sum_times(graph, grid, prices.tensor)
-        self._context_sums = context_times(graph, grid, prices.context) if grid.context > 1 else None
+        self._context_sums = context_times(graph, grid, prices.context)
         graph, profile = sharded_graph(graph, grid), sharded_profile(profile, graph, grid)
         costs = profile.by_block()
         missing = [block.name for block in graph.blocks if block.name not in costs]
@@ -299,9 +304,8 @@ class CostModel:
             before, sums = self.tensor_sums(local)
             hidden = np.minimum(_least(self._sums, 5, local), backward * self._beside)
             found = self._times[local, kind] = forward + before, backward + (sums - hidden), hidden
-            if self._context_sums is not None:
-                there, back = self.context_sums(local)
-                found = self._times[local, kind] = found[0] + there, found[1] + back, hidden
+            there, back = self.context_sums(local)
+            found = self._times[local, kind] = found[0] + there, found[1] + back, hidden
         return found
 
     def tensor_sums(self, local: float) -> tuple[Floats, Floats]:
@@ -310,8 +314,6 @@ class CostModel:
 
     def context_sums(self, local: float) -> tuple[Floats, Floats]:
         """Return by block the microseconds of collectives among context ranks in a forward, and in a backward."""
-        if self._context_sums is None:
-            return np.zeros(len(self.index)), np.zeros(len(self.index))
         return _least(self._context_sums, 0, local), _least(self._context_sums, 2, local)
 
     def hidden_sums(self, local: float, kind: int | None = None) -> Floats:
@@ -329,15 +331,16 @@ class CostModel:
         # Of ranks 4 to 7 and size 2 the rows are (4, 5) and (6, 7). In nodes of 8 both sum over NVLink; rows (6, 7) and
         # (8, 9) too; but of (7, 8) the stage as a whole takes what its slowest row does, over the network.
         everyone = tuple(range(grid.size) if ranks is None else ranks)
-        if (grid, everyone) not in self._grid_prices:
-            self._grid_prices[grid, everyone] = self._prices_of(grid, everyone)
-        key = grid, self._grid_prices[grid, everyone]
-        if key not in self._at_grid:
-            graph, profile = self._source
-            self._at_grid[key] = CostModel(
-                graph, profile, self.cluster, zero_stage=self.zero_stage, grid=grid, prices=key[1]
-            )
-        return self._at_grid[key]
+        found = self._on_ranks.get((grid, everyone))
+        if found is None:
+            prices = self._prices_of(grid, everyone)
+            if (grid, prices) not in self._at_grid:
+                graph, profile = self._source
+                self._at_grid[grid, prices] = CostModel(
+                    graph, profile, self.cluster, zero_stage=self.zero_stage, grid=grid, prices=prices
+                )
+            found = self._on_ranks[grid, everyone] = self._at_grid[grid, prices]
+        return found
 
     def _prices_of(self, grid: ModelGrid, everyone: tuple[int, ...]) -> GridPrices:
         """Return what collectives take in the slowest group of tensor ranks, and of context ranks."""
@@ -639,19 +642,6 @@ def _least(lines: Floats, row: int, local: float) -> Floats:
     return cast(Floats, np.min(lines[:, row] + lines[:, row + 1] * local, axis=0))
 
 
-def link_us_per_byte(cluster: Cluster, num_ranks: int) -> float:
-    """Return microseconds of a byte on the level that joins ``num_ranks`` aligned consecutive ranks."""
-    return float(link_for_span(cluster, num_ranks).occupied_us(1.0))
-
-
-def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
-    """Return the level that joins ``num_ranks`` aligned consecutive ranks."""
-    for link in cluster.links:
-        if num_ranks <= link.span:
-            return link
-    return cluster.links[-1]
-
-
 # What stages and pipelines take, in closed form: the one formula of each, for numbers and for numpy arrays alike.
 #
 # Legend: B samples of a mini-batch, b of a micro-batch, d ranks of a stage, t microseconds of a stage a sample:
@@ -669,19 +659,6 @@ def link_for_span(cluster: Cluster, num_ranks: int) -> Link:
 # (`CostModel.reductions`, `collective_costs`), and are built apart, so that a test can hold one against the other.
 
 
-def num_reductions(num_micro_batches: int, zero_stage: int) -> float:
-    """Return n: how many all-reduces of its gradients a stage's reductions in one mini-batch are worth.
-
-    ZeRO 0 takes one; ZeRO 1 a reduce-scatter and an all-gather of parameters, which is as much; ZeRO 2 a
-    reduce-scatter, half an all-reduce, behind each backward, and an all-gather, the other half of one. So does ZeRO 3
-    where it gathers once a mini-batch (`total_times`).
-
-    >>> num_reductions(4, 0), num_reductions(4, 2)
-    (1.0, 2.5)
-    """
-    return (num_micro_batches + 1) / 2 if zero_stage >= 2 else 1.0
-
-
 def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: Any = None) -> Any:
     """Return t: what a stage takes a sample while the pipeline is full.
 
@@ -695,22 +672,6 @@ def us_per_sample(compute_us: Any, size: Any, *, reduce_us: Any = 0.0, link_us: 
     """
     own = compute_us / size
     return (own if link_us is None else np.maximum(own, link_us)) + reduce_us
-
-
-def boundary_us(num_bytes: Any, degree: int, us_per_byte: float) -> Any:
-    """Return L: the activations of a sample that enter or leave a stage, and their gradients back, over its d links.
-
-    One formula for every planner. The released PipeDream multiplies the bandwidth by a stage's replicas, the released
-    Piper divides the bytes by its degree.
-
-    Args:
-        num_bytes: of a sample's activations, in and out.
-        us_per_byte: of one rank's link.
-
-    >>> boundary_us(100.0, 4, 0.5)
-    25.0
-    """
-    return num_bytes * (2 * us_per_byte / degree)
 
 
 def pipelined_samples(mini_batch: int, micro_batch_size: int, levels: int, ramp: float = 1.0) -> float:

@@ -150,31 +150,34 @@ def parts_by_block(graph: BlockGraph, grid: ModelGrid) -> dict[str, Parts]:
             own = dataclasses.replace(
                 own,
                 flops=own.flops * part(each.flop_share, grid.context),
-                saved=own.saved * kept_of_positions(each, block.saved_bytes, grid),
+                saved=own.saved
+                * kept_of_positions(each, block.saved_bytes, grid.context, 1 if shards is None else tensor),
             )
         if own != WHOLE:
             found[block.name] = own
     return found
 
 
-def copies_of(cut: BlockSharding, grid: ModelGrid) -> int:
-    """Return how many of a grid's context ranks read each group of keys and values; 1 where these divide its groups.
+def copies_of(cut: BlockSharding, context: int, tensor: int = 1) -> int:
+    """Return how many context ranks read each group of keys and values; 1 where their number divides the groups.
+
+    Args:
+        tensor: ranks that divide the block's groups first.
 
     >>> names = ("flop_share", "saved_share", "parameter_bytes", "trainable_bytes", "forward_sums", "backward_sums")
     >>> nothing = dict.fromkeys((*names, "forward_sum_bytes", "backward_sum_bytes"), 0)
     >>> layer = BlockSharding(block="layer", degrees=(2, 4, 8), groups=4, **nothing)
-    >>> [copies_of(layer, ModelGrid(context, tensor)) for context, tensor in ((2, 1), (8, 1), (4, 2))]
-    [1, 2, 2]
+    >>> copies_of(layer, 2), copies_of(layer, 8), copies_of(layer, 4, tensor=2)
+    (1, 2, 2)
     """
-    groups = cut.groups // grid.tensor if cut.groups % grid.tensor == 0 else cut.groups
-    return grid.context // math.gcd(grid.context, groups) if cut.groups else 1
+    return context // math.gcd(context, cut.groups // tensor) if cut.groups else 1
 
 
-def kept_of_positions(cut: BlockSharding, saved_bytes: int, grid: ModelGrid) -> float:
-    """Return what one of a grid's context ranks keeps for backward, over ``saved_bytes`` of a block that is not cut."""
+def kept_of_positions(cut: BlockSharding, saved_bytes: int, context: int, tensor: int) -> float:
+    """Return what one of so many context ranks keeps for backward, over ``saved_bytes`` of a block that is not cut."""
     # 100 MB, all cut, on 4 ranks: 25 MB; and of 8 MB that are kept by heads and by positions 2 MB more
-    more = (copies_of(cut, grid) - 1) * cut.group_bytes + cut.twice_bytes
-    return part(cut.saved_share, grid.context) + more / grid.context / max(saved_bytes, 1)
+    more = (copies_of(cut, context, tensor) - 1) * cut.group_bytes + cut.twice_bytes
+    return part(cut.saved_share, context) + more / context / max(saved_bytes, 1)
 
 
 WHOLE = Parts()
@@ -285,15 +288,18 @@ def context_times(graph: BlockGraph, grid: ModelGrid, price: CollectiveCosts) ->
     # a forward, and 3 / 16 x 32 MB / 450 GB/s = 13.3 us; gathering the same would take 53. At tensor size 2 each rank
     # has half of the heads, and exchanges half of that.
     sharded, cut = sharded_by_block(graph, grid.tensor), cut_by_block(graph, grid.context)
-    found = np.zeros((len(price.all_reduce.lines), 4, len(graph.blocks)))
-    ((of_gather, gathered),), ((of_exchange, exchanged),) = price.gather.lines, price.exchange.lines
+    nothing = ((0.0, 0.0),)  # where numbers of ranks are tried that no link joins
+    sums = price.all_reduce.lines or nothing
+    ((of_gather, gathered),) = price.gather.lines or nothing
+    ((of_exchange, exchanged),) = price.exchange.lines or nothing
+    found = np.zeros((len(sums), 4, len(graph.blocks)))
     for i, block in enumerate(graph.blocks):
         own = cut.get(block.name)
         if own is None:
             continue
         heads = grid.tensor if block.name in sharded else 1
-        more = (copies_of(own, grid) - 1) * own.group_bytes
-        for line, (of_sum, summed) in enumerate(price.all_reduce.lines):
+        more = (copies_of(own, grid.context, heads) - 1) * own.group_bytes
+        for line, (of_sum, summed) in enumerate(sums):
             found[line, :, i] = (
                 own.forward_sums * of_sum
                 + own.forward_gathers * of_gather

@@ -15,13 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpp_plugin.ir.plan import ModelGrid
-from gpp_plugin.plan.costs.cost_model import (
-    CostModel,
-    Floats,
-    boundary_us,
-    link_us_per_byte,
-    us_per_sample,
-)
+from gpp_plugin.plan.costs.collective_costs import boundary_us, link_us_per_byte
+from gpp_plugin.plan.costs.cost_model import CostModel, Floats, us_per_sample
 from gpp_plugin.plan.costs.estimate import exposed_us
 from gpp_plugin.plan.graphpipe.intervals import (
     NO_LIMIT,

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from gpp_plugin.config.key_names import place_of, setting_of
 from gpp_plugin.errors import PlanError
-from gpp_plugin.ir.block_graph import BlockGraph, BlockSharding
+from gpp_plugin.ir.block_graph import BlockGraph
 from gpp_plugin.ir.cluster import Cluster
 from gpp_plugin.ir.plan import ALONE, LOSS_KEY, ModelGrid
 from gpp_plugin.ir.profile import Profile
@@ -290,7 +290,7 @@ def grid_rules(request: PlanRequest) -> GridRules:
             apart = {
                 each.block
                 for each in request.graph.context
-                if grid.tensor in shards.get(each.block, ()) and not divides_heads(each, grid)
+                if grid.tensor in shards.get(each.block, ()) and grid.size not in each.degrees
             }
             both = context.divided[grid.context] & tensor.divided[grid.tensor] & apart
             if both and not context.is_open and not tensor.is_open:
@@ -305,11 +305,6 @@ def grid_rules(request: PlanRequest) -> GridRules:
             sets = context.divided.get(grid.context), tensor.divided.get(grid.tensor)
             divided[grid] = tuple(each for each in sets if each is not None)
     return GridRules(grids=tuple(grids), refused=refused, divided=divided, ways=_ways(context, tensor, grids))
-
-
-def divides_heads(cut: BlockSharding, grid: ModelGrid) -> bool:
-    """Return whether context x tensor ranks divide the heads of a block."""
-    return grid.size in cut.degrees
 
 
 def _ways(context: _SizeRules, tensor: _SizeRules, grids: Sequence[ModelGrid]) -> tuple[ModelGrid, ...]:

@@ -17,7 +17,7 @@ from gpp_plugin.ir.profile import Profile
 from gpp_plugin.ir.tensors import LayoutKind, nearest_divisors
 from gpp_plugin.ir.typed_leaves import MOST_COUNT
 from gpp_plugin.plan.plan_form import check_form, check_shards, check_stages
-from gpp_plugin.plan.request import AXES, PlanRequest, divides_heads
+from gpp_plugin.plan.request import AXES, PlanRequest
 
 
 def validate_plan(
@@ -149,7 +149,7 @@ def _check_sizes(plan: PipelinePlan, graph: BlockGraph) -> None:
     for stage in plan.stages:
         for each in graph.context if min(stage.grid) > 1 else ():
             both = each.block in stage.blocks and stage.tensor in shards.get(each.block, ())
-            if both and stage.context in each.degrees and not divides_heads(each, stage.grid):
+            if both and stage.context in each.degrees and stage.model_parallel not in each.degrees:
                 raise PlanError(
                     f"stage {stage.name!r}: context x tensor sizes of {stage.context} x {stage.tensor} do not divide "
                     f"the heads of block {each.block!r}; plan again with smaller ones"

@@ -33,8 +33,8 @@ from gpp_plugin.plan.make import StageDraft, build_plan
 from gpp_plugin.plan.request import PlanRequest
 
 ORACLES = (_oracle, _memory_oracle, _oracle_costs)
-INPUT_TYPES = {("gpp_plugin.plan.request", "PlanRequest")}
-"""What an oracle may know of the planners: the type of what both are asked."""
+INPUT_TYPES = {("gpp_plugin.plan.request", name) for name in ("PlanRequest", "AXES")}
+"""What an oracle may know of the planners: the type of what both are asked, and the keys of its grids."""
 KNOWN_PACKAGES = ("gpp_plugin.ir.", "gpp_benchmarks._oracle")
 
 

@@ -73,7 +73,7 @@ class OneStage:
         captured = self.part.capture(batch, is_training=True)
         self.reference: Reference = make_reference(captured.analysis, "layer")
         blocks = tuple(block.name for block in self.reference.block_graph.blocks)
-        stage = SimpleNamespace(name="all", blocks=blocks, memory=None, tensor=1)
+        stage = SimpleNamespace(name="all", blocks=blocks, memory=None, model_parallel=1)
         # all tensors between blocks are told, as if each came to the stage
         told = SimpleNamespace(
             src=1, dst=0, batch_tensors=tuple(self.reference.block_graph.tensors), whole_tensors=()

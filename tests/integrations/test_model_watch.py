@@ -36,7 +36,7 @@ class Watched:
         self.update = SimpleNamespace(is_written=False, frozen=frozenset(), hooks={})
         parameters, buffers = list(self.model.named_parameters()), list(self.model.named_buffers())
         trained = {name: p for name, p in parameters if name.startswith("first")}
-        told = {"tensor": 1, "degree": 1, "is_partitioned": False, **stage}
+        told = {"tensor": 1, "num_replicas": 1, "is_partitioned": False, **stage}
         self.stage = SimpleNamespace(
             trained={"tied.weight" if name == "first.weight" else name: p for name, p in trained.items()},
             module=SimpleNamespace(named_parameters=lambda: parameters, named_buffers=lambda: buffers),
@@ -176,9 +176,9 @@ HOOKS: list[tuple[dict[str, Any], Callable[[Tensor], Any], str, str]] = [
     ({"num_units": 2}, clamp, "first.bias", "a step has 2 loss units"),
     ({"num_units": 2}, clamp, "second.bias", ""),
     ({"tensor": 2}, double, "first.bias", "no rank has its whole gradient"),
-    ({"is_partitioned": True, "degree": 2}, double, "first.bias", "no rank has its whole gradient"),
+    ({"is_partitioned": True, "num_replicas": 2}, double, "first.bias", "no rank has its whole gradient"),
     ({"is_partitioned": True}, double, "first.bias", ""),
-    ({"degree": 2}, double, "first.bias", ""),
+    ({"num_replicas": 2}, double, "first.bias", ""),
 ]
 
 

@@ -111,7 +111,7 @@ def stage_of(
     return StageUpdate(
         gradients,  # type: ignore[arg-type]
         updater,  # type: ignore[arg-type]
-        stage=SimpleNamespace(name=f"s{index}", degree=degree, tensor=tensor),  # type: ignore[arg-type]
+        stage=SimpleNamespace(name=f"s{index}", num_replicas=degree, tensor=tensor),  # type: ignore[arg-type]
         stage_index=index,
         groups=SimpleNamespace(tensor={index: "group"}),  # type: ignore[arg-type]
         tied=tied,

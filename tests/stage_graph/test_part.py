@@ -164,7 +164,7 @@ def test_parts_of_a_graph_are_captured_once_for_all_lengths() -> None:
     (made,) = views["first"].outputs
     stages = tuple(
         SimpleNamespace(
-            name=name, blocks=tuple(b for b in blocks if b.startswith(name)), memory=None, tensor=1
+            name=name, blocks=tuple(b for b in blocks if b.startswith(name)), memory=None, model_parallel=1
         )
         for name in views
     )

@@ -28,6 +28,7 @@ from gpp_benchmarks.published._plans import (
     stage_of,
 )
 from gpp_benchmarks.published._rows import ASSUMED, COSTED, FITTED, HELD_OUT, Row
+from gpp_plugin.ir.block_graph import BlockSharding
 from gpp_plugin.ir.cluster import Device
 from gpp_plugin.ir.plan import ModelGrid
 from gpp_plugin.ir.profile import BlockCost
@@ -222,10 +223,27 @@ class GptRun:
         layers = [self._as_run(cost, cluster.devices[0]) for cost in layers]
         profile = dataclasses.replace(profile, costs=(first, *layers, last))
         graph = in_dtype(model.graph, "bf16")
-        if not self.hides_sums:
-            sharding = tuple(dataclasses.replace(each, beside_share=0.0) for each in graph.sharding)
-            graph = dataclasses.replace(graph, sharding=sharding)
+        graph = dataclasses.replace(graph, sharding=tuple(map(self._with_sums, graph.sharding)))
         return CostModel(graph, profile, cluster).at_grid(ModelGrid(tensor=self.tensor))
+
+    def _with_sums(self, own: BlockSharding) -> BlockSharding:
+        """Return what ranks of these runs send each other: a sum in the place of a reduce-scatter and an all-gather."""
+        number, num_bytes = own.forward_gathers // 2, own.forward_gather_bytes // 2
+        return dataclasses.replace(
+            own,
+            beside_share=own.beside_share if self.hides_sums else 0.0,
+            forward_sums=own.forward_sums + number,
+            forward_sum_bytes=own.forward_sum_bytes + num_bytes,
+            backward_sums=own.backward_sums + number,
+            backward_sum_bytes=own.backward_sum_bytes + num_bytes,
+            forward_gathers=0,
+            forward_gather_bytes=0,
+            backward_gathers=0,
+            backward_gather_bytes=0,
+            beside_gathers=0,
+            beside_gather_bytes=0,
+            cut_results=(),
+        )
 
     def _as_run(self, cost: BlockCost, device: Device) -> BlockCost:
         """Return the costs of a layer with what its ranks do whole, or do again; tensor ranks divide all of them."""

@@ -344,7 +344,7 @@ FAULTS = (
     Fault(f"{_MAIL}.compile_send", "self._sends.append(pending)", "pass"),
     Fault(f"{_MAIL}.hand_over", "carry.sends.extend(self._sends)", "pass", job="windows"),
     Fault(f"{_MAIL}.take_over", "self._sends.extend(carry.sends)", "pass", job="windows"),
-    Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message)", "_ = carry.received.pop(message)", job="windows"),
+    Fault(f"{_MAIL}.take_over", "self._receives[number] = carry.received.pop(message, nothing)", "_ = carry.received.pop(message, nothing)", job="windows"),
     Fault("runtime.messages.mailbox:Carry.wait", "pending.wait()", "pass", job="windows"),
     Fault(f"{_MAIL}.finish_sends_of", "pending.wait()", "pass", job="ahead", harmless="memory: sends of frozen stages stay until the step"),
     Fault(f"{_MAIL}._posted_at", "depth, limit = self._transport.prepost_depth, self._transport.prepost_bytes", "depth, limit = 2, 1 << 40", job="wide"),

@@ -478,15 +478,13 @@ def check_arguments(args: Any) -> None:
         ConfigError: names the argument.
     """
     for name, (allowed, advice) in _REFUSED.items():
-        value = getattr(args, name, allowed[0])
-        if value not in allowed:
+        if (value := getattr(args, name, allowed[0])) not in allowed:
             raise ConfigError(f"GraphPipelineTrainer: {name}={value!r} is not possible with stages; {advice}")
     if getattr(args, "fsdp", None):
         raise ConfigError("GraphPipelineTrainer: fsdp and graph_pipeline both shard the model; remove fsdp")
     asked = getattr(args, "parallelism_config", None)
     for name, key in (("sp", "sequence_parallel"), ("cp", "sequence_parallel"), ("tp", "tensor_parallel")):
-        size = getattr(asked, f"{name}_size", None) or 1
-        if size > 1:
+        if (size := getattr(asked, f"{name}_size", None) or 1) > 1:
             raise ConfigError(
                 f'GraphPipelineTrainer: parallelism_config has {name}_size={size}; remove it and set "{key}": {size} '
                 f"in the {BLOCK} block, and divide gradient_accumulation_steps by {size} to keep the mini-batch"
@@ -518,9 +516,8 @@ def one_process_arguments(args: Any, num_ranks: int) -> Any:
     if getattr(args.distributed_state, "distributed_type", None) == DistributedType.DEEPSPEED:
         args.distributed_state.distributed_type = DistributedType.MULTI_GPU  # there is no plugin of it
     # what the block or the model's forward does in place of Trainer
-    own.neftune_noise_alpha = None
+    own.neftune_noise_alpha = own.parallelism_config = None
     own.torch_compile = own.gradient_checkpointing = own.activation_checkpointing = False
-    own.parallelism_config = None
     return own
 
 

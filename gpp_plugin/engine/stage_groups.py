@@ -16,7 +16,7 @@ Tests: tests/integrations/test_tensor_parallel.py
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -156,22 +156,14 @@ class StageGroups:
         # same samples send within tasks has groups apart from that of gradients, which are summed in between. They also
         # send each other numbers of their hosts, those that dropout is seeded by.
         both = "cpu:gloo,cuda:nccl" if (backend or dist.get_backend()) == "nccl" else backend
-        tensor = tuple(
-            make_one_of(
-                (stage.tensor_ranks(*row) for row in _rows(stage.degree, stage.context)), backend=both
-            )
-            if stage.tensor > 1
-            else single
-            for stage in plan.stages
-        )
-        context = tuple(
-            make_one_of(
-                (stage.context_ranks(*row) for row in _rows(stage.degree, stage.tensor)), backend=both
-            )
-            if stage.context > 1
-            else single
-            for stage in plan.stages
-        )
+
+        def make_row(
+            ranks_of: Callable[[int, int], Sequence[int]], size: int, rows: Iterable[tuple[int, int]]
+        ) -> dist.ProcessGroup | int:
+            return make_one_of((ranks_of(*row) for row in rows), backend=both) if size > 1 else single
+
+        tensor = tuple(make_row(s.tensor_ranks, s.tensor, _rows(s.degree, s.context)) for s in plan.stages)
+        context = tuple(make_row(s.context_ranks, s.context, _rows(s.degree, s.tensor)) for s in plan.stages)
         model = tuple(
             make_one_of((stage.model_ranks(row) for row in range(stage.degree)), backend=both)
             if stage.tensor > 1 and stage.context > 1

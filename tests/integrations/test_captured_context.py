@@ -20,10 +20,16 @@ from tests.integrations import async_jobs
 from tests.integrations.engine_jobs import B, make_engine, part_of, steps
 from tests.integrations.pipedream import reported
 from tests.integrations.test_async import check_parameters, emulate
-from tests.integrations.test_captured_tensor import CLIPPING, alone, config, train_all, train_dropping
+from tests.integrations.test_captured_tensor import (
+    CLIPPING,
+    alone,
+    check_exactness,
+    config,
+    train_dropping,
+    trained_cases,
+)
 from tests.models import build
 from tests.ranks import run_kept_ranks
-from tests.reference import gradient_errors
 from tests.tiers import some
 
 
@@ -75,31 +81,13 @@ CASES = dict(some(ALL_CASES.items(), every=5))
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
-    found = {}
-    for ranks in (2, 3, 4):
-        own = {case: given for case, (on, given) in CASES.items() if on == ranks}
-        directory = str(tmp_path_factory.mktemp(f"context{ranks}"))
-        answers = run_kept_ranks(train_all, ranks, own, directory, timeout_s=600)
-        found |= {case: [answer[case] for answer in answers] for case in own}
-    return found
+    return trained_cases(CASES, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_are_those_of_one_process(trained, case):
     _, (name, _, options) = CASES[case]
-    reference = alone(name, options["clipping"])
-    held: set[str] = set()
-    for answer in trained[case]:
-        assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
-        assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
-        wanted = {n: part_of(reference.gradients[n], answer["shards"].get(n)) for n in answer["gradients"]}
-        errors = gradient_errors(answer["gradients"], wanted)
-        # a softmax is the same whatever is added to all keys: the gradient of their bias is rounding alone
-        rounding = {name for name in errors if name.endswith("k_proj.bias")}
-        assert max(error for name, error in errors.items() if name not in rounding) < 2e-6
-        assert all(errors[name] < 1e-5 for name in rounding)
-        held |= set(answer["gradients"])
-    assert held == set(reference.gradients)
+    check_exactness(trained[case], alone(name, options["clipping"]))
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -260,25 +261,23 @@ def alone(name: str, clipping: float) -> ReferenceRun:
     )
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+def trained_cases(
+    cases: dict[str, Any], make_directory: Callable[[str], Any]
+) -> dict[str, list[dict[str, Any]]]:
+    """Train cases on as many ranks as each has; return what every rank of a case answers."""
     found = {}
-    for ranks in (2, 3, 4, 6):
-        own = {case: given for case, (on, given) in CASES.items() if on == ranks}
-        directory = str(tmp_path_factory.mktemp(f"tensor{ranks}"))
+    for ranks in sorted({on for on, _ in cases.values()}):
+        own = {case: given for case, (on, given) in cases.items() if on == ranks}
+        directory = str(make_directory(f"ranks{ranks}"))
         answers = run_kept_ranks(train_all, ranks, own, directory, timeout_s=600)
         found |= {case: [answer[case] for answer in answers] for case in own}
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_losses_and_gradients_are_those_of_one_process(trained, case):
-    _, (name, block, options) = CASES[case]
-    reference = alone(name, options["clipping"])
+def check_exactness(answers: list[dict[str, Any]], reference: ReferenceRun) -> None:
+    """Hold losses and first gradients of all ranks, parts of them too, against one process; together they have all."""
     held: set[str] = set()
-    assert any(answer["shards"] for answer in trained[case])
-    for answer in trained[case]:
-        assert max(answer["tensor"]) == (4 if "four" in case else 2)
+    for answer in answers:
         assert answer["losses"][0] == pytest.approx(reference.losses[0], rel=1e-6)
         assert answer["losses"] == pytest.approx(reference.losses, rel=1e-5)
         wanted = {n: part_of(reference.gradients[n], answer["shards"].get(n)) for n in answer["gradients"]}
@@ -289,6 +288,19 @@ def test_losses_and_gradients_are_those_of_one_process(trained, case):
         assert all(errors[name] < 1e-5 for name in rounding)
         held |= set(answer["gradients"])
     assert held == set(reference.gradients)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> dict[str, list[dict[str, Any]]]:
+    return trained_cases(CASES, tmp_path_factory.mktemp)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_are_those_of_one_process(trained, case):
+    _, (name, _, options) = CASES[case]
+    assert any(answer["shards"] for answer in trained[case])
+    assert all(max(answer["tensor"]) == (4 if "four" in case else 2) for answer in trained[case])
+    check_exactness(trained[case], alone(name, options["clipping"]))
 
 
 KEPT = [case for case, (_, (_, block, _)) in CASES.items() if "four" not in case and "memory" not in block]
